@@ -5,7 +5,7 @@ import contextvars
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.timing import Timing
@@ -182,6 +182,12 @@ class Network:
         """Let a frozen peer go on, as SIGCONT does."""
         self.peers[peer_id(number)].thawed.set()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
     async def stop(self) -> None:
         """End all peers. If one of them ended with an error, raise the error."""
         for peer in self.peers.values():
@@ -307,16 +313,15 @@ async def _nothing(name: str, source: int, target: int) -> None:
 
 
 @asynccontextmanager
-async def network_of(config: RunConfig, *numbers: int, timing: Timing = QUICK) -> AsyncIterator[Network]:
+async def network_of(
+    config: RunConfig, *numbers: int, timing: Timing = QUICK, stage_type: type[FakeStage] = FakeStage
+) -> AsyncIterator[Network]:
     """A running network of one stage with these peers."""
-    network = Network(config)
-    network.timing = timing
-    for number in numbers:
-        network.add(number)
-    try:
+    async with Network(config, stage_type) as network:
+        network.timing = timing
+        for number in numbers:
+            network.add(number)
         yield network
-    finally:
-        await network.stop()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:

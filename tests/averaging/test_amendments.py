@@ -95,36 +95,6 @@ async def test_with_groups_all_average_under_the_same_ones(knowing: int) -> None
 
 
 @in_virtual_time
-async def test_with_groups_who_was_away_has_them_with_the_state() -> None:
-    config = _locked(grouped(3, microbatches=NUM_MICROBATCHES))
-    text = _signed(config, 1)
-    async with network_of(config, *range(9)) as network:
-        _tell(network, 0, text)
-        members = stages(network, *range(8))
-        network.freeze(8)
-        for number in range(3):
-            _learn(members, number)
-            await until(partial(all_past, members, number), seconds=60.0)
-        network.thaw(8)
-        late = network.peers[peer_id(8)]
-        await until(lambda: late.stage.round == 3, seconds=60.0)
-        assert late.averager.place.timeline.texts == (text,)
-        assert late.stage.digest == members[0].digest
-        members.append(late.stage)
-        _learn(members, 3)
-        await until(partial(all_past, members, 3), seconds=60.0)
-    assert {stage.results[-1].amended for stage in members} == {members[0].results[1].amended} != {""}
-    assert len({stage.digest for stage in members}) == 1
-
-
-@pytest.mark.parametrize("setting", ["averaging.codec=int8", "averaging.group_size=4"])
-def test_what_groups_cannot_do_is_no_amendment(setting: str) -> None:
-    config = _locked(grouped(3, microbatches=NUM_MICROBATCHES))
-    with pytest.raises(ValueError, match="group_size"):
-        _signed(config, 1, setting)
-
-
-@in_virtual_time
 async def test_a_stage_that_has_decided_under_earlier_amendments_does_it_again() -> None:
     async with _first_stage_has_decided() as (network, first, second):
         # Nobody at the first stage has heard of it, and its result is decided already.

@@ -1,16 +1,14 @@
 """Members of a stage commit round after round, with the same bits, and each microbatch once."""
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from swarm.averaging.wire.transport import COMMIT
 from swarm.types import PeerId
-from tests.averaging.doubles import QUICK, all_past, network_of, peer_id, stages, until
+from tests.averaging.doubles import network_of, peer_id, stages, until
 from tests.averaging.fake_stage import make_config
 from tests.averaging.outcomes import assert_equal_and_once, expected_mean, result_vector
 from tests.support.virtual_time import in_virtual_time
@@ -34,93 +32,6 @@ async def test_members_commit_the_weighted_mean_bit_identically(size: int, setti
         assert result.squared_norm == pytest.approx(float((expected_mean(*range(6)) ** 2).sum()), rel=1e-5)
         assert len(set(stage.results[0].squared_norm for stage in members)) == 1
         await until(lambda: all(p.averager.num_alive == size for p in network.peers.values()))
-
-
-@in_virtual_time
-async def test_rounds_follow_one_another() -> None:
-    async with network_of(make_config(), 1, 2) as network:
-        members = stages(network, 1, 2)
-        for round_number in range(3):
-            for offset in range(6):
-                members[offset % 2].learn(6 * round_number + offset)
-            await until(partial(all_past, members, round_number))
-        assert_equal_and_once(members, rounds=3)
-        assert members[0].run_samples == 36
-        assert members[0].results[2].members == tuple(peer.record.peer_id for peer in network.peers.values())
-
-
-@in_virtual_time
-async def test_fp16_members_apply_what_went_over_the_wire() -> None:
-    async with network_of(make_config(codec="fp16"), 1, 2) as network:
-        members = stages(network, 1, 2)
-        members[0].learn(0, 1, 2, 3)
-        members[1].learn(4, 5)
-        await until(lambda: all(stage.round == 1 for stage in members))
-        assert_equal_and_once(members)
-        vector = result_vector(members[0])
-        np.testing.assert_array_equal(vector, vector.astype(np.float16).astype(np.float32))
-        assert members[0].results[0].cost.compression_ratio == 2.0
-
-
-@in_virtual_time
-async def test_single_member_in_fp32_gets_its_contribution_bit_for_bit() -> None:
-    async with network_of(make_config(), 1) as network:
-        stage = stages(network, 1)[0]
-        stage.indices.update(range(6))
-        contribution = await stage.freeze(0, drop=())
-        stage.learn()
-        await until(lambda: stage.round == 1)
-        assert all(torch.equal(stage.results[0].tensors[n], t) for n, t in contribution.tensors.items())
-
-
-@in_virtual_time
-async def test_round_waits_for_what_is_missing() -> None:
-    async with network_of(make_config(), 1, 2) as network:
-        members = stages(network, 1, 2)
-        members[0].learn(0, 1, 2)
-        members[1].learn(3, 4)
-        view = network.peers[peer_id(1)].averager.view
-        await until(lambda: view().committed == frozenset(range(5)))
-        await asyncio.sleep(0.2)
-        assert view().is_leader
-        assert not view().complete
-        assert all(stage.round == 0 for stage in members)
-        members[1].learn(5)
-        await until(lambda: all(stage.round == 1 for stage in members))
-
-
-@in_virtual_time
-async def test_what_a_member_has_that_missed_a_heartbeat_does_not_show_and_nothing_is_begun_without_it() -> None:
-    """An attempt would close the contributions of the others, and nothing could be replayed until it failed."""
-    async with network_of(make_config(), 1, 2) as network:
-        members = stages(network, 1, 2)
-        members[1].learn(3, 4, 5)
-        view = network.peers[peer_id(1)].averager.view
-        await until(lambda: view().shown == {3, 4, 5})
-        network.freeze(2)
-        await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
-        members[0].learn(0, 1, 2)
-        await asyncio.sleep(QUICK.heartbeat_seconds)
-        assert view().shown == {0, 1, 2}
-        assert view().complete
-        assert not [name for name, _, _ in network.calls if name == "Begin"]
-        network.thaw(2)
-        await until(lambda: all(stage.round == 1 for stage in members))
-        assert members[0].results[0].attempts == 1
-
-
-@in_virtual_time
-async def test_a_contribution_that_does_not_fit_its_microbatches_is_not_averaged() -> None:
-    async with network_of(make_config(), 1, 2) as network:
-        leader, other = stages(network, 1, 2)
-        other.surplus = 1
-        leader.learn(0, 1, 2)
-        other.learn(3, 4, 5)
-        averager = network.peers[peer_id(1)].averager
-        await until(lambda: sum(averager.counters().aborted.values()) > 0)
-        assert [stage.round for stage in (leader, other)] == [0, 0]
-        other.surplus = 0
-        await until(lambda: all(stage.round == 1 for stage in (leader, other)))
 
 
 @in_virtual_time

@@ -80,16 +80,6 @@ async def test_a_stage_that_is_ready_does_not_wait_for_a_trial_of_one_that_canno
     assert all(seconds <= TIMING.call_seconds + 1e-6 for seconds in trials)
 
 
-@in_virtual_time
-async def test_one_that_could_not_be_reached_is_tried_again() -> None:
-    stage = OtherStage(ready_at=60.0, back_at=20.0)
-    await stage.wait()
-    assert sum(number == 1 for number, _ in stage.calls) > 3
-    assert [number for number, _ in stage.calls[-2:]] == [1, 2], (
-        "since it has answered, it is believed to lead, and the other one confirms its norm"
-    )
-
-
 @pytest.mark.parametrize("lie", [float("nan"), float("inf"), -1.0])
 @in_virtual_time
 async def test_a_norm_that_is_none_is_not_believed_and_another_peer_of_that_stage_asked(lie: float) -> None:

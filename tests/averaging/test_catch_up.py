@@ -1,8 +1,7 @@
 """Peers that are behind, or on another branch, reach the round and branch of their group."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from swarm.averaging.agreement.place import KEPT_OUTCOMES
 from swarm.averaging.donor import snapshot_id
 from swarm.averaging.wire.transport import BEGIN
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import Contribution
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, network_of, peer_id, stages, until
-from tests.averaging.fake_stage import FakeStage, make_config
+from tests.averaging.fake_stage import make_config
 from tests.averaging.newcomer import group_of, is_download
 from tests.support.virtual_time import in_virtual_time
 
@@ -57,39 +55,6 @@ async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
         assert members[0].carried == [False]
 
 
-@in_virtual_time
-async def test_majority_does_not_fork_and_never_mixes_branches() -> None:
-    async with network_of(make_config("diloco", microbatches=2, quorum="majority"), 1, 2, 3) as network:
-        members = stages(network, 1, 2, 3)
-        members[0].learn(0)
-        members[1].learn(1)
-        await until(lambda: all(stage.round == 1 for stage in members))
-        network.cut |= {frozenset((1, 2)), frozenset((1, 3))}
-        await asyncio.sleep(0.6)
-        members[0].learn(2, 3)
-        members[1].learn(4, 5)
-        await until(lambda: members[1].round == members[2].round == 2)
-        await asyncio.sleep(0.5)
-        assert members[0].round == 1
-        network.cut.clear()
-        await until(lambda: members[0].round == 2)
-        assert len({stage.digest for stage in members}) == 1
-
-
-@in_virtual_time
-async def test_foreign_branch_at_the_same_round_is_never_averaged(caplog: pytest.LogCaptureFixture) -> None:
-    async with network_of(make_config("diloco", microbatches=2, quorum="majority"), 1, 3) as network:
-        stage, stranger = stages(network, 1)[0], network.add(2, lineage="ff").stage
-        stage.learn(0)
-        stranger.learn(1)
-        await until(lambda: "another branch" in caplog.text)
-        await asyncio.sleep(0.2)
-        assert stage.round == stranger.round == 0
-        stage.learn(2)
-        await until(lambda: stage.round == 1)
-        assert stage.results[0].members == (peer_id(1), peer_id(3))
-
-
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 @in_virtual_time
 async def test_a_newcomer_leads_peers_that_do_not_know_the_place_where_it_began(setting: str) -> None:
@@ -127,47 +92,6 @@ async def test_a_newcomer_leads_peers_that_do_not_know_the_place_where_it_began(
 
 
 @in_virtual_time
-async def test_joiner_catches_up_and_takes_part() -> None:
-    async with network_of(make_config("diloco", microbatches=4), 2, 3) as network:
-        members = stages(network, 2, 3)
-        for stage in members:
-            stage.learn(0, 1)
-        await until(lambda: all(stage.round == 1 for stage in members))
-        # The joiner has the lowest id of all, but must not lead while it is behind.
-        joiner = network.add(1)
-        await joiner.averager.join()
-        assert (joiner.stage.round, joiner.stage.digest) == (1, members[0].digest)
-        assert joiner.averager.place.outcomes.keys() == {0}
-        joiner.stage.learn(4, 5)
-        members[0].learn(6)
-        members[1].learn(7)
-        await until(lambda: all(stage.round == 2 for stage in [*members, joiner.stage]))
-        assert len({stage.digest for stage in [*members, joiner.stage]}) == 1
-        assert len(members[0].results[1].members) == 3
-
-
-@in_virtual_time
-async def test_joiner_takes_the_next_donor_when_one_sends_rubbish(caplog: pytest.LogCaptureFixture) -> None:
-    async with network_of(make_config("diloco", microbatches=2), 2, 3) as network:
-        members = stages(network, 2, 3)
-        for number, stage in enumerate(members):
-            stage.learn(number)
-        await until(lambda: all(stage.round == 1 for stage in members))
-        first: list[int] = []
-
-        def corrupt(target: int, reply: pb.DownloadReply) -> None:
-            first[:] = first or [target]
-            if target == first[0] and reply.data:
-                reply.data = bytes(len(reply.data))
-
-        network.tamper = corrupt
-        joiner = network.add(4)
-        await until(lambda: joiner.stage.round == 1)
-        assert joiner.stage.digest == members[0].digest
-        assert "does not match its digest" in caplog.text
-
-
-@in_virtual_time
 async def test_download_slower_than_a_round_converges() -> None:
     """The group commits a round for nearly every piece that the newcomer gets, and then goes on as usual."""
     async with group_of(2, 3) as group:
@@ -192,53 +116,6 @@ async def test_download_slower_than_a_round_converges() -> None:
         await group.commit()
         assert len(group.digests) == 1
         assert len(group.stages[0].results[-1].members) == 3
-
-
-@in_virtual_time
-async def test_first_contribution_of_a_joiner_leaves_equal_weights_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with group_of(2, 3) as group:
-
-        async def busy(name: str, source: int, target: int) -> None:
-            if is_download(name, source) and group.stages[0].round < 4:
-                await group.commit()
-
-        group.network.before = busy
-        joiner = group.add_joiner()
-        await joiner.averager.join()
-        digest = group.stages[0].digest
-        weights = group.stages[0].anchor
-
-        async def freeze(self: FakeStage, round_number: int, *, drop: Collection[int]) -> Contribution:
-            vector = self.anchor - weights
-            return Contribution(
-                tensors={"b": vector[:5], "a": vector[5:].reshape(3, 4)}, num_samples=2, num_targets=2, round_samples=2,
-                committed=frozenset(self.indices),
-            )  # fmt: skip
-
-        monkeypatch.setattr(FakeStage, "freeze", freeze)
-        await group.admit(joiner)
-        await group.commit()
-        assert joiner.record.peer_id in group.stages[0].results[-1].members
-        assert group.digests == {digest}
-
-
-@in_virtual_time
-async def test_donor_that_dies_in_mid_transfer_is_replaced_and_nothing_is_fetched_twice() -> None:
-    async with group_of(2, 3, 4) as group:
-        received: Counter[int] = Counter()
-
-        def count(target: int, reply: pb.DownloadReply) -> None:
-            received[target] += len(reply.data)
-            if target == 3 and reply.data:
-                group.network.kill(3)
-
-        group.network.tamper = count
-        joiner = group.add_joiner()
-        await until(lambda: joiner.stage.digest == group.stages[0].digest)
-        assert joiner.stage.num_installs == 1
-        snapshot_bytes = sum(t.nbytes for t in (await joiner.stage.snapshot()).tensors.values())
-        assert received[3] == 16
-        assert received[2] + received[4] == snapshot_bytes
 
 
 @in_virtual_time

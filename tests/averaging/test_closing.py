@@ -3,14 +3,14 @@
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
 from swarm.averaging.agreement.timing import Timing
 from swarm.training.round_member import Contribution
-from tests.averaging.doubles import QUICK, Network, peer_id, until
+from tests.averaging.doubles import QUICK, Network, network_of, peer_id, until
 from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
@@ -32,16 +32,8 @@ class SlowStage(FakeStage):
         return await super().freeze(round_number, drop=drop)
 
 
-@asynccontextmanager
-async def slow_network(setting: str, *numbers: int, timing: Timing = QUICK) -> AsyncIterator[Network]:
-    network = Network(make_config(setting), SlowStage)
-    network.timing = timing
-    for number in numbers:
-        network.add(number)
-    try:
-        yield network
-    finally:
-        await network.stop()
+def slow_network(setting: str, *numbers: int, timing: Timing = QUICK) -> AbstractAsyncContextManager[Network]:
+    return network_of(make_config(setting), *numbers, timing=timing, stage_type=SlowStage)
 
 
 def stage(network: Network, number: int) -> SlowStage:
@@ -136,23 +128,18 @@ async def test_a_member_that_only_says_that_it_gets_on_is_left_out_in_the_end() 
 @pytest.mark.parametrize("codec", ["fp32", "topk"])
 @in_virtual_time
 async def test_a_member_that_answers_and_sends_nothing_is_named_long_before_the_deadline(codec: str) -> None:
-    network = Network(make_config("diloco", codec=codec))
-    network.timing = dataclasses.replace(QUICK, average_seconds=1000.0, silence_seconds=2.0)
+    timing = dataclasses.replace(QUICK, average_seconds=1000.0, silence_seconds=2.0)
+    async with network_of(make_config("diloco", codec=codec), 1, 2, 3, timing=timing) as network:
 
-    async def hold(name: str, source: int, target: int) -> None:
-        # With topk all others ask for what member 3 has; otherwise member 3 sends its parts.
-        if name == "Exchange" and (target if codec == "topk" else source) == 3:
-            await asyncio.Event().wait()
+        async def hold(name: str, source: int, target: int) -> None:
+            # With topk all others ask for what member 3 has; otherwise member 3 sends its parts.
+            if name == "Exchange" and (target if codec == "topk" else source) == 3:
+                await asyncio.Event().wait()
 
-    network.before = hold
-    for number in (1, 2, 3):
-        network.add(number)
-    try:
+        network.before = hold
         for number in (1, 2, 3):
             network.peers[peer_id(number)].stage.learn(*range(6 * number, 6 * number + 6))
         others = [network.peers[peer_id(number)].stage for number in (1, 2)]
         await until(lambda: all(member.round == 1 for member in others), PATIENCE_SECONDS)
         assert now() < 10.0
         assert {result.members for member in others for result in member.results} == {(peer_id(1), peer_id(2))}
-    finally:
-        await network.stop()

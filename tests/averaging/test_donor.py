@@ -33,19 +33,6 @@ async def test_all_who_ask_in_a_round_get_one_snapshot_and_it_outlives_the_round
     assert (await holder.offer()).standing.round == 3
 
 
-async def test_the_same_bits_have_the_same_name_whatever_is_known_of_the_past() -> None:
-    one, other = Holder(), Holder()
-    for holder in (one, other):
-        holder.commit()
-    other.place.outcomes.clear()
-    headers = [await holder.offer() for holder in (one, other)]
-    assert [len(header.outcomes) for header in headers] == [1, 0]
-    assert snapshot_id(headers[0]) == snapshot_id(headers[1])
-    other.donor.jumped()
-    other.state[7] += 1e-3
-    assert snapshot_id(await other.offer()) != snapshot_id(headers[0])
-
-
 async def _pass_time(holder: Holder, seconds: float) -> None:
     for _ in range(round(seconds / YIELD_LOOK_SECONDS)):
         holder.clock.advance(YIELD_LOOK_SECONDS)
@@ -164,17 +151,6 @@ async def test_results_come_in_order_from_the_pinned_round_on() -> None:
         await holder.results(Standing(run_samples=10, round=1, lineage="another"))
 
 
-async def test_reading_results_keeps_them() -> None:
-    holder = Holder()
-    await holder.offer()
-    begun = holder.standing
-    for _ in range(5):
-        holder.commit()
-        holder.clock.advance(20.0)
-        await holder.results(begun)
-    assert len(await holder.results(begun)) == 10
-
-
 async def test_results_are_bounded_and_the_snapshot_goes_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.averaging.donor.RESULTS_BYTES", 0)
     holder = Holder()
@@ -184,19 +160,6 @@ async def test_results_are_bounded_and_the_snapshot_goes_with_them(monkeypatch: 
         holder.commit()
     assert await holder.segment(header, 0)
     holder.commit()
-    assert holder.donor.num_bytes == 0
-    with pytest.raises(NotReady):
-        await holder.segment(header, 0)
-    with pytest.raises(NotReady):
-        await holder.results(begun)
-
-
-async def test_a_donor_that_jumped_keeps_nothing_of_its_past() -> None:
-    holder = Holder()
-    header = await holder.offer()
-    begun = holder.standing
-    holder.commit()
-    holder.donor.jumped()
     assert holder.donor.num_bytes == 0
     with pytest.raises(NotReady):
         await holder.segment(header, 0)

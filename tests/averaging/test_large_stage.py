@@ -1,7 +1,6 @@
 """Rounds of a stage whose peers know only some of each other: with real peers, and keys that are split soon."""
 
 import asyncio
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,10 @@ import pytest
 
 from swarm.audit import history
 from swarm.audit.audit import audit
-from swarm.averaging.participant import Participant
-from swarm.config import AveragingConfig, RunConfig
+from swarm.config import RunConfig
 from swarm.dht import split_key
 from swarm.dht.split_key import SplitKey
 from swarm.events import Commit
-from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 from tests.support.whole_swarm import WholePeer, whole_swarm
@@ -68,56 +65,3 @@ async def test_all_take_part_in_the_rounds_of_a_stage_of_which_each_knows_a_part
     assert report.findings.digests_compared > NUM_PEERS
     of_members = [path for path in swarm.logs if path.name.endswith("-peer-0.jsonl")]
     assert all(_num_commits(path) > 0 for path in of_members)
-
-
-IN_PAIRS = dataclasses.replace(
-    DILOCO,
-    model=dataclasses.replace(DILOCO.model, num_layers=6),
-    optimizer=dataclasses.replace(DILOCO.optimizer, learning_rate=1e-3),
-    rounds=dataclasses.replace(DILOCO.rounds, round_samples=48, inner_batch_samples=2),
-    averaging=AveragingConfig(group_size=2),
-)
-OTHERS = {
-    "plain": IN_PAIRS,
-    "tied": dataclasses.replace(IN_PAIRS, model=dataclasses.replace(IN_PAIRS.model, tied_embeddings=True)),
-    "fragments, overlapped": dataclasses.replace(
-        IN_PAIRS, averaging=AveragingConfig(group_size=2, num_fragments=2, overlap_steps=2)
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS.keys())
-@pytest.mark.parametrize("step", ["is_part", "handed_down"])
-async def test_the_audit_counts_all_once_where_a_member_of_a_group_dies(
-    config: RunConfig, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In its group, or while a result is handed down to it."""
-    monkeypatch.setattr("tests.support.chain.PATIENCE_SECONDS", 200.0)
-    average, killed, steps = Participant.average, list[str](), 0
-    async with whole_swarm(config, tmp_path / "events", num_peers=(6, 1, 1)) as swarm:
-        leader_id = min(peer.peer_id for peer in swarm.peers if peer.stage == 0)
-
-        async def dying(self: Participant, request: pb.AverageRequest) -> pb.AverageReply:
-            own_id, gives = self.context.own_id, {share.contact.peer_id: share.num_samples for share in request.shares}
-            is_handed = request.HasField("handed_down") and gives[own_id] == 0
-            is_step = request.is_part if step == "is_part" else is_handed
-            if is_step and not killed and own_id != leader_id:
-                killed.append(own_id)
-                (peer,) = (peer for peer in swarm.peers if peer.peer_id == own_id)
-                await peer.kill()
-            return await average(self, request)
-
-        monkeypatch.setattr(Participant, "average", dying)
-        while not killed and steps < 20:
-            # A round of few members has no groups.
-            await swarm.train(2, first=steps)
-            steps += 2
-        await swarm.train(2, first=steps)
-        alive = [peer for peer in swarm.peers if peer.stage == 0 and peer.peer_id not in killed]
-        await eventually(lambda: all(p.server is not None and p.server.stage.round > steps for p in alive))
-    assert len(killed) == 1
-    report = audit(swarm.logs)
-    assert report.findings.violations == []
-    assert report.findings.digests_compared > len(alive)

@@ -1,8 +1,6 @@
 """A round with fewer samples does not replace the samples of a living member, whatever its line does."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -60,21 +58,12 @@ class BusyLine(Network):
         return sum(peer.averager.counters().attempts for peer in self.peers.values())
 
 
-@asynccontextmanager
-async def busy_line(holder: int) -> AsyncIterator[BusyLine]:
-    network = BusyLine(holder)
-    try:
-        yield network
-    finally:
-        await network.stop()
-
-
 @pytest.mark.parametrize("holder", [1, 5], ids=["it leads", "a newcomer leads"])
 @pytest.mark.parametrize("call", ["Begin", "Exchange"])
 @in_virtual_time
 async def test_who_holds_the_round_is_waited_for_while_its_line_is_busy(call: str, holder: int) -> None:
     """The line may be busy with downloads. An attempt fails, and the next one would leave the holder out."""
-    async with busy_line(holder) as network:
+    async with BusyLine(holder) as network:
         await network.train(then_blocked=(call,))
         await until(lambda: network.num_attempts == 3, seconds=20.0)
         assert all(stage.round == 0 for stage in network.stages)
@@ -89,7 +78,7 @@ async def test_who_holds_the_round_is_waited_for_while_its_line_is_busy(call: st
 @pytest.mark.parametrize("holder", [1, 5], ids=["it led", "a newcomer leads"])
 @in_virtual_time
 async def test_who_holds_the_round_is_waited_for_while_it_does_not_answer(holder: int) -> None:
-    async with busy_line(holder) as network:
+    async with BusyLine(holder) as network:
         await network.train(then_blocked=("Report", "Begin", "Average", "Exchange", "Ping"))
         await asyncio.sleep(0.8 * QUICK.missed_seconds)
         assert all(stage.round == 0 for stage in network.newcomers)
@@ -102,7 +91,7 @@ async def test_who_holds_the_round_is_waited_for_while_it_does_not_answer(holder
 @in_virtual_time
 async def test_who_never_gets_through_an_exchange_is_left_out_in_the_end_and_contributes_late() -> None:
     """The stage has to go on, because otherwise it would block the other stages for good. Nothing is lost by this."""
-    async with busy_line(5) as network:
+    async with BusyLine(5) as network:
         await network.train(then_blocked=("Exchange",))
         await until(lambda: network.newcomers[0].round == 1, seconds=120.0)
         assert network.num_attempts > MOST_FAILURES
@@ -114,17 +103,3 @@ async def test_who_never_gets_through_an_exchange_is_left_out_in_the_end_and_con
         network.newcomers[0].learn(6, 7, 8)
         await until(lambda: all(stage.round == 2 for stage in network.stages))
         assert network.holder.results[-1].num_samples == ROUND_MICROBATCHES * MICROBATCH
-
-
-@in_virtual_time
-async def test_others_who_have_the_round_without_it_do_not_wait_for_who_holds_less() -> None:
-    async with busy_line(5) as network:
-        await network.train(then_blocked=("Exchange",))
-        await until(lambda: network.num_attempts == 2, seconds=20.0)
-        network.newcomers[0].learn(*range(10, 10 + ROUND_MICROBATCHES))
-        await until(lambda: network.newcomers[0].round == 1, seconds=20.0)
-        assert network.num_attempts <= MOST_FAILURES
-        assert network.newcomers[0].results[0].num_samples == (ROUND_MICROBATCHES + 1) * MICROBATCH
-        network.blocked = ()
-        await until(lambda: network.holder.round == 1)
-        assert network.holder.indices == set(HELD), "it contributes late"

@@ -115,17 +115,6 @@ async def test_who_was_away_comes_to_where_most_are_and_not_to_the_liar() -> Non
         assert [stage.num_installs for stage in stages] == [0, 0, 1]
 
 
-@in_virtual_time
-async def test_a_newcomer_takes_what_most_hold() -> None:
-    async with group_of(make_config("diloco"), 2, 3) as network:
-        add_liar(network, 1)
-        newcomer = network.add(4)
-        await newcomer.averager.join()
-        assert newcomer.stage.digest == network.peers[peer_id(2)].stage.digest
-        await until(lambda: all(refusals(network, 2, 3)))
-        await commit(network, 2, 3, 4)
-
-
 @pytest.mark.parametrize("num_rounds", [1, 40])
 @in_virtual_time
 async def test_in_a_run_of_two_who_was_away_for_long_comes_back(num_rounds: int) -> None:
@@ -140,21 +129,6 @@ async def test_in_a_run_of_two_who_was_away_for_long_comes_back(num_rounds: int)
         await until(lambda: len({stage.digest for stage in stages}) == 1)
         await commit(network, 1, 2)
         assert [stage.num_installs for stage in stages] == [0, 1]
-
-
-@in_virtual_time
-async def test_a_lone_member_comes_back_to_the_others_though_it_did_more() -> None:
-    async with group_of(make_config("diloco", microbatches=3), 1, 2, 3) as network:
-        network.cut |= {frozenset((1, 2)), frozenset((1, 3))}
-        await asyncio.sleep(1.0)
-        for _ in range(5):
-            await commit(network, 1)
-        await commit(network, 2, 3)
-        network.cut.clear()
-        stages = [network.peers[peer_id(number)].stage for number in (1, 2, 3)]
-        await until(lambda: len({stage.digest for stage in stages}) == 1)
-        assert {stage.round for stage in stages} == {2}
-        assert [stage.num_installs for stage in stages] == [1, 0, 0]
 
 
 @in_virtual_time

@@ -4,17 +4,13 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Collection
-from functools import partial
 
 import pytest
 import torch
 
-from swarm.averaging.agreement.timing import Timing
 from swarm.training.round_member import Contribution, RoundResult
-from swarm.types import PeerRecord
-from tests.averaging.doubles import Network, Peer, all_past, peer_id, until
+from tests.averaging.doubles import Network, Peer, peer_id, until
 from tests.averaging.fake_stage import MICROBATCH, FakeStage
-from tests.averaging.nodes import Node
 from tests.averaging.test_groups import grouped
 from tests.support.virtual_time import in_virtual_time
 
@@ -132,41 +128,3 @@ async def test_each_microbatch_counts_once_while_members_die_and_freeze() -> Non
 @in_virtual_time
 async def test_each_microbatch_counts_once_in_groups_of_any_size(num_members: int, size: int, seed: int) -> None:
     await each_counts_once(seed, num_members=num_members, size=size)
-
-
-NUM_NODES, SIZE, NUM_ROUNDS = 32, 8, 4
-PATIENCE_SECONDS = 200.0
-CALM = dataclasses.replace(
-    Timing(), heartbeat_seconds=5.0, late_seconds=60.0, report_seconds=30.0, call_seconds=30.0, fresh_seconds=60.0,
-    missed_seconds=120.0, begin_seconds=30.0, closing_seconds=10.0, average_seconds=120.0, commit_seconds=60.0,
-    silence_seconds=60.0, idle_seconds=600.0,
-)  # fmt: skip
-"""So few signs of life that one process has the time for those of 32 members, and so patient that it may stand still:
-in groups of eight 224 pairs ask each other. A death is noticed at once all the same, because it breaks connections."""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_thirty_two_members_apply_the_same_results_while_some_of_them_die() -> None:
-    config, directory = grouped(SIZE, microbatches=NUM_NODES), list[PeerRecord]()
-    nodes = [Node(timing=CALM) for _ in range(NUM_NODES)]
-    alive = list(nodes)
-    try:
-        for number, node in enumerate(nodes):
-            await node.start(number, config, directory)
-            directory.append(node.record)
-        for round_number in range(NUM_ROUNDS):
-            for number, node in enumerate(alive):
-                node.stage.learn(*(1000 * round_number + 2 * number + each for each in range(2)))
-            if round_number in (1, 2):  # A member, and then the leader, die while the round ends.
-                dying = alive[5 if round_number == 1 else 0]
-                await until(lambda: any(node.stage.closed for node in alive), PATIENCE_SECONDS)
-                alive.remove(dying)
-                await dying.kill()
-            await until(partial(all_past, [node.stage for node in alive], round_number), PATIENCE_SECONDS)
-            assert len({node.stage.digest for node in alive}) == len({node.stage.lineage for node in alive}) == 1
-        results = [node.stage.results[-1] for node in alive]
-        assert {len(result.members) for result in results} == {NUM_NODES - 2}
-        assert min(result.num_samples for result in results) >= NUM_NODES * MICROBATCH
-    finally:
-        await asyncio.gather(*(node.stop() for node in nodes))

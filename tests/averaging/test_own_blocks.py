@@ -7,15 +7,11 @@ from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from swarm.averaging.averager import Averager, Calls
+from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import Handlers
-from swarm.averaging.wire.transport import BARRIER
 from swarm.config import RunConfig
-from swarm.errors import PeerUnavailable
-from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import Block
 from tests.averaging.doubles import make_context, record, until
 from tests.averaging.fake_stage import FakeStage, make_config
@@ -71,11 +67,3 @@ async def test_they_give_each_other_their_averages_of_tied_parameters() -> None:
         await until(lambda: first.round == second.round == 1)
         assert torch.equal(first.shared, second.shared)
         assert first.shared.abs().sum() > 0
-
-
-@in_virtual_time
-async def test_a_block_that_this_process_does_not_serve_is_out_of_date() -> None:
-    nothing: Any = SimpleNamespace(answers={})
-    call = Calls(make_context(record(1, 0)), nothing, nothing)
-    with pytest.raises(PeerUnavailable, match="does not answer Barrier to itself"):
-        await call(record(1, 2), BARRIER, pb.BarrierRequest(), timeout_seconds=1.0)

@@ -1,13 +1,11 @@
 """A member that has fallen silent may come back with all its microbatches, or it may be gone."""
 
-import itertools
 from typing import Any
 
 import pytest
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
-from swarm.averaging.agreement.reports import MOST_FAILURES
 from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.roster import Roster, leader_of
 from swarm.averaging.wire.context import MOST_UNLISTED
@@ -51,12 +49,6 @@ class Group:
         return set(self.roster.reports.lost)
 
 
-def test_a_member_that_reports_has_lost_nothing() -> None:
-    group = Group()
-    assert (group.committed, group.lost) == ({3, 4}, set())
-    assert not group.roster.awaits_reports(HERE)
-
-
 def test_a_newcomer_waits_for_those_that_only_answered_it() -> None:
     """Those peers do not know of the newcomer yet, and would be left out if it led a round at once."""
     group, third = Group(), PeerId(record(3).peer_id)
@@ -86,33 +78,6 @@ def test_a_member_that_leaves_is_called_until_it_is_gone() -> None:
     assert not group.roster.strangers(HERE)
 
 
-def test_what_a_silent_member_has_may_come_back() -> None:
-    group = Group()
-    group.clock.advance(TIMING.fresh_seconds + 0.1)
-    assert (group.committed, group.lost) == (set(), set())
-    assert group.roster.awaits_reports(HERE), "until it has been called"
-    group.report(3, 4, 5)
-    assert group.committed == {3, 4, 5}
-
-
-def test_whoever_is_not_alive_is_silent() -> None:
-    group = Group()
-    third, unknown, own = (PeerId(record(number).peer_id) for number in (3, 4, 1))
-    group.report(5, by=record(3))
-    group.roster.suspect(third)
-
-    def alive() -> set[PeerId]:
-        found = {peer for peer in (OTHER, third, unknown, own) if not group.roster.is_silent(peer)}
-        assert found == group.roster.alive()
-        return found
-
-    assert alive() == {OTHER, own}
-    group.clock.advance(TIMING.fresh_seconds)
-    assert alive() == {OTHER, own}
-    group.clock.advance(0.1)
-    assert alive() == {own}
-
-
 def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_does_not() -> None:
     group = Group()
     group.roster.suspect(OTHER, is_gone=False)
@@ -139,47 +104,6 @@ def test_a_member_that_fell_silent_is_missed_for_a_while() -> None:
     assert not group.roster.misses_member(HERE)
 
 
-def test_what_a_living_member_holds_that_is_left_out_is_known() -> None:
-    group = Group("diloco")
-    roster = group.roster
-    group.report(num_samples=150)
-    assert (roster.absent_samples(HERE, {OTHER}), roster.absent_samples(HERE, ())) == (0, 150)
-    roster.suspicions.exclude(OTHER)
-    assert roster.absent_samples(HERE, ()) == 150, "it lives, and goes on reporting"
-    roster.suspect(OTHER, is_gone=False)
-    group.clock.advance(TIMING.missed_seconds - 1.0)
-    assert roster.absent_samples(HERE, ()) == 150, "its line may be busy"
-    group.clock.advance(1.0)
-    assert roster.absent_samples(HERE, ()) == 0, "it will not be back soon"
-    group.report(num_samples=150)
-    roster.answered(OTHER, Standing(run_samples=0, round=1, lineage="01"))
-    assert roster.absent_samples(HERE, ()) == 0, "it is elsewhere"
-    group.report(num_samples=150)
-    roster.suspect(OTHER, is_gone=True)
-    assert roster.absent_samples(HERE, ()) == 0, "it is gone, and what it held with it"
-
-
-def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_taken_part() -> None:
-    group = Group("diloco")
-    group.report(num_samples=150)
-    for _ in range(MOST_FAILURES):
-        assert group.roster.absent_samples(HERE, ()) == 150
-        group.roster.suspicions.exclude(OTHER)
-    assert group.roster.absent_samples(HERE, ()) == 0
-    group.roster.moved(Standing(run_samples=512, round=1, lineage="01"), members=["another"])
-    assert group.roster.suspicions.has_failed_for_good(OTHER)
-    group.roster.moved(Standing(run_samples=1024, round=2, lineage="02"), members=["another", OTHER])
-    assert not group.roster.suspicions.has_failed_for_good(OTHER)
-
-
-def test_what_a_leader_holds_is_known_by_its_answers() -> None:
-    """A leader reports to no peer."""
-    group = Group("diloco")
-    group.roster.heard_of_round(OTHER, HERE, pb.ReportReply(num_samples=150))
-    group.roster.suspect(OTHER, is_gone=False)
-    assert group.roster.absent_samples(HERE, ()) == 150
-
-
 def test_a_peer_that_has_not_told_what_it_has_may_have_some() -> None:
     group = Group("diloco")
     group.roster.moved(HERE)
@@ -197,12 +121,6 @@ def test_who_is_left_out_or_elsewhere_is_not_waited_for() -> None:
     group.roster.forget()
     group.roster.answered(OTHER, Standing(run_samples=0, round=0, lineage="another"))
     assert not group.roster.awaits_reports(HERE)
-
-
-def test_one_that_was_started_again_has_lost_what_it_had() -> None:
-    group = Group()
-    group.report()
-    assert (group.committed, group.lost) == (set(), {3, 4})
 
 
 def test_what_one_gave_up_and_another_has_is_not_lost_though_the_other_falls_silent() -> None:
@@ -234,34 +152,6 @@ def test_whoever_leads_next_knows_what_the_leader_and_all_had() -> None:
     assert (group.roster.reports.counted, group.lost) == (frozenset([3, 4, 5, 6]), {5})
 
 
-def test_nothing_of_a_round_that_is_over_comes_back() -> None:
-    group = Group()
-    group.roster.suspect(OTHER, is_gone=True)
-    group.roster.moved(Standing(run_samples=1, round=1, lineage="01"))
-    assert not group.lost
-    assert not group.roster.reports.counted
-
-
-def test_a_member_that_is_late_is_called_before_it_counts_as_gone() -> None:
-    group = Group()
-    group.clock.advance(TIMING.heartbeat_seconds)
-    assert not group.roster.strangers(HERE)
-    assert not group.roster.overdue(HERE)
-    group.clock.advance(TIMING.heartbeat_seconds + 0.1)
-    assert group.roster.strangers(HERE) == [OTHER]
-    assert group.roster.overdue(HERE) == {OTHER}
-    assert OTHER in group.roster.members(HERE)
-    group.report(3, 4)
-    assert not group.roster.overdue(HERE)
-
-
-def test_a_member_that_answers_a_call_is_not_overdue_though_its_reports_do_not_arrive() -> None:
-    group = Group()
-    group.clock.advance(2 * TIMING.heartbeat_seconds + 0.1)
-    group.roster.answered(OTHER, HERE)
-    assert not group.roster.overdue(HERE)
-
-
 def test_a_leader_that_answers_leads_though_its_announcements_lapse() -> None:
     """Otherwise another peer would lead until this one made itself known, and again some time after that."""
     group = Group(own=3)
@@ -275,36 +165,6 @@ def test_a_leader_that_answers_leads_though_its_announcements_lapse() -> None:
     assert group.roster.leader(HERE) == record(3).peer_id
 
 
-def test_the_longer_a_peer_is_gone_the_rarer_it_is_called() -> None:
-    group = Group()
-    calls = []
-    for second in range(300):
-        if second == 0 or OTHER in group.roster.due_suspects():
-            calls.append(second)
-            group.roster.suspect(OTHER)
-        group.clock.advance(TIMING.probe_seconds)
-    gaps = [after - before for before, after in itertools.pairwise(calls)]
-    assert gaps[:10] == [1] * 10
-    assert 10 <= max(gaps) <= 20
-    group.report()
-    group.roster.suspect(OTHER)
-    group.clock.advance(TIMING.probe_seconds)
-    assert group.roster.due_suspects() == [OTHER], "it was back"
-
-
-def test_a_peer_that_left_long_ago_is_forgotten_and_one_that_is_announced_is_not() -> None:
-    group = Group()
-    third = record(3)
-    group.report(5, by=third)
-    group.roster.suspect(PeerId(third.peer_id))
-    group.roster.suspect(OTHER)
-    group.clock.advance(TIMING.forget_seconds + 1.0)
-    assert set(group.roster.due_suspects()) == {OTHER, third.peer_id}
-    group.roster.moved(HERE)
-    assert group.roster.due_suspects() == [OTHER]
-    assert group.roster.contacts.record(PeerId(third.peer_id)) is None
-
-
 def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.averaging.agreement.reports.LONGEST_LIST", 10)
     group = Group()
@@ -312,15 +172,6 @@ def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pyt
         group.report(*range(first, first + 5))
     assert len(group.roster.reports.counted) <= 10
     assert len(group.lost) <= 10
-
-
-def test_what_several_have_told_of_is_not_more_than_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round may have as many microbatches as the roster keeps, and every member reports the same ones."""
-    monkeypatch.setattr("swarm.averaging.agreement.reports.LONGEST_LIST", 10)
-    group = Group(round_microbatches=10)
-    group.report(*range(10))
-    group.report(3, 4, by=record(3))
-    assert group.roster.reports.counted == set(range(10))
 
 
 def test_made_up_peers_do_not_fill_the_memory() -> None:
@@ -376,14 +227,6 @@ def test_what_is_named_of_another_round_is_left_out() -> None:
     group.report(3, 19, 20, 29, 30, **elsewhere)
     (report,) = group.roster.members(Standing(run_samples=before, round=2, lineage="02")).values()
     assert report.progress.committed == {20, 29}
-
-
-def test_with_diloco_nobody_asks_which_microbatches_a_member_has() -> None:
-    group = Group("diloco")
-    assert not group.committed
-    assert not group.roster.reports.counted
-    assert not group.report(3, 4, 5), "that is no news"
-    assert group.report(num_samples=2)
 
 
 @pytest.mark.parametrize(

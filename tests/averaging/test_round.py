@@ -151,20 +151,6 @@ async def test_duplicates_count_once() -> None:
 
 
 @in_virtual_time
-async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> None:
-    """The member was away, for example, and its microbatches were replayed."""
-    async with network_of(make_config(), 1, 2, 3) as network:
-        returned, *others = stages(network, 1, 2, 3)
-        returned.learn(1, 3)
-        others[0].learn(0, 1, 2)
-        others[1].learn(3, 4)
-        await asyncio.sleep(0.15)
-        others[0].learn(5)
-        await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
-        assert [stage.dropped for stage in (returned, *others)] == [{1, 3}, set(), set()]
-
-
-@in_virtual_time
 async def test_who_comes_back_before_all_of_it_was_replayed_gives_up_no_more_than_that() -> None:
     async with network_of(make_config(), 1, 2, 3) as network:
         leader, returned, other = stages(network, 1, 2, 3)
@@ -178,18 +164,3 @@ async def test_who_comes_back_before_all_of_it_was_replayed_gives_up_no_more_tha
         await until(lambda: all(stage.round == 1 for stage in (leader, returned, other)))
         assert leader.dropped | returned.dropped | other.dropped == {1, 2}
         np.testing.assert_allclose(result_vector(other), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
-
-
-@in_virtual_time
-async def test_doubles_are_shared_by_those_that_have_them() -> None:
-    """Taking a microbatch out costs a forward and a backward."""
-    async with network_of(make_config(microbatches=14), 1, 2, 3) as network:
-        returned, *others = stages(network, 1, 2, 3)
-        returned.learn(*range(9))
-        others[0].learn(0, 1, 9, 10)
-        others[1].learn(2, 3, 11, 12)
-        await asyncio.sleep(0.15)
-        others[0].learn(13)
-        await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
-        assert sorted(len(stage.dropped) for stage in (returned, *others)) == [1, 1, 2]
-        assert {0, 1, 2, 3} == returned.dropped | others[0].dropped | others[1].dropped

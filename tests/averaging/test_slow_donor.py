@@ -131,12 +131,9 @@ class SlowDonor(Network):
 @asynccontextmanager
 async def slow_donor() -> AsyncIterator[SlowDonor]:
     with patch("swarm.averaging.donor.SEGMENT_BYTES", 34), patch("swarm.averaging.vectors.snapshots.CHUNK_BYTES", 8):
-        network = SlowDonor()
-        network.add(DONOR)
-        try:
+        async with SlowDonor() as network:
+            network.add(DONOR)
             yield network
-        finally:
-            await network.stop()
 
 
 @in_virtual_time
@@ -168,14 +165,11 @@ async def test_four_that_join_at_once_all_serve_soon(caplog: pytest.LogCaptureFi
 @asynccontextmanager
 async def alone(**changes: bool) -> AsyncIterator[tuple[Network, Peer]]:
     """A stage of one peer, number 2, at round 1; newcomers have lower numbers."""
-    network = Network(make_config("diloco", microbatches=1))
-    network.takes_turns = changes.get("takes_turns", False)
-    network.add(2)
-    try:
+    async with Network(make_config("diloco", microbatches=1)) as network:
+        network.takes_turns = changes.get("takes_turns", False)
+        network.add(2)
         await commit(network)
         yield network, network.peers[peer_id(2)]
-    finally:
-        await network.stop()
 
 
 async def commit(network: Network) -> None:

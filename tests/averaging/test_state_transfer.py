@@ -91,27 +91,6 @@ async def test_one_that_waits_and_has_nothing_yet_looks_again_once_another_peer_
 
 
 @in_virtual_time
-async def test_one_that_waits_and_has_the_half_of_it_already_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.averaging.donor.SEGMENT_BYTES", 16)
-    line, _ = queueing_line(1)
-    transfer = transfer_over(line, 90, silence_seconds=15.0)
-    num_pieces = 0
-
-    def busy_from_the_sixth_on(donor: str, reply: pb.DownloadReply) -> None:
-        nonlocal num_pieces
-        num_pieces += bool(reply.data)
-        if num_pieces == 6:
-            raise Overloaded("another downloads first", retry_after_seconds=1.0)
-
-    line.tamper = busy_from_the_sixth_on
-    fetched = await transfer.snapshot(
-        [record(1)], max_bytes=4 * NUM_BYTES, wanted=lambda standing: True, has_others=lambda: num_pieces > 1
-    )
-    assert fetched.snapshot.digest == holder(line, 1).digest
-    assert (num_pieces, line.num_bytes[peer_id(1)]) == (11, NUM_BYTES)
-
-
-@in_virtual_time
 async def test_sources_with_the_same_bits_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     line = line_to(3)
     monkeypatch.setattr("swarm.averaging.donor.SEGMENT_BYTES", 16)
@@ -199,15 +178,6 @@ async def test_a_donor_that_sends_wrong_bytes_is_found_out_and_not_asked_again()
     assert [source.peer_id for source in (await fetch(transfer, 1, 2)).sources] == [peer_id(2)]
     # A distrusted donor is better than none: what it sends is checked again.
     assert [source.peer_id for source in (await fetch(transfer, 1)).sources] == [peer_id(1)]
-
-
-@in_virtual_time
-async def test_nobody_who_is_ahead() -> None:
-    line = line_to(2, rounds=0)
-    with pytest.raises(PeerUnavailable, match="no peer offers"):
-        await fetch(transfer_over(line), 1, 2)
-    with pytest.raises(PeerUnavailable, match="no peer offers"):
-        await fetch(transfer_over(line))
 
 
 def larger(header: pb.SnapshotHeader) -> None:

@@ -87,17 +87,6 @@ async def test_a_stage_goes_on_without_a_leader_that_ends_no_round(
         assert caplog.text.count(f"{peer_id(1)} does not lead any more") in (2, 3)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@in_virtual_time
-async def test_of_two_the_other_one_goes_on(setting: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with group_of(setting, 1, 2) as network:
-        spoil(network, 1, "begins nothing")
-        for round_number in (1, 2):
-            learn(network, round_number, without=1)
-            await until(lambda after=round_number + 1: network.peers[peer_id(2)].stage.round == after, 60.0)  # type: ignore[misc]
-        assert f"{peer_id(1)} does not lead any more" in caplog.text
-
-
 @in_virtual_time
 async def test_a_stage_behind_the_barrier_goes_on_and_the_other_stage_with_it() -> None:
     async with group_of("synchronous", 1, 2, 3, stages=2) as network:
@@ -108,18 +97,6 @@ async def test_a_stage_behind_the_barrier_goes_on_and_the_other_stage_with_it() 
         assert len({peer.stage.digest for peer in honest if peer.record.stage == 0}) == 1
         # The other stage's leader only waited.
         assert network.peers[peer_id(12)].averager.view().leader_id == peer_id(11)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@in_virtual_time
-async def test_who_comes_later_follows_the_successor_at_once(setting: str) -> None:
-    async with group_of(setting, 1, 2, 3) as network:
-        spoil(network, 1, "begins nothing")
-        learn(network, 1, without=1)
-        await until(lambda: network.peers[peer_id(3)].stage.round == 2, 60.0)
-        newcomer = network.add(4)
-        await newcomer.averager.join()
-        await until(lambda: newcomer.averager.view().leader_id == peer_id(2), 1.0)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -34,8 +34,7 @@ class SlowToNotice(Network):
 @pytest.mark.parametrize("is_large", [False, True], ids=["all are known", "few are known"])
 @in_virtual_time
 async def test_the_first_members_that_report_to_a_new_leader_do_not_leave_the_others_behind(is_large: bool) -> None:
-    network = SlowToNotice(is_large=is_large)
-    try:
+    async with SlowToNotice(is_large=is_large) as network:
         stages = [peer.stage for peer in network.peers.values()][1:]
         await asyncio.sleep(3 * QUICK.fresh_seconds)  # The round is no longer young.
         network.kill(1)
@@ -45,5 +44,3 @@ async def test_the_first_members_that_report_to_a_new_leader_do_not_leave_the_ot
         assert [len(stage.results) for stage in stages] == [1] * 6, "none had to download"
         assert stages[0].results[0].num_samples == 18 * MICROBATCH
         assert len(stages[0].results[0].members) == 6
-    finally:
-        await network.stop()

@@ -31,14 +31,11 @@ def _peers_have_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def signing(config: RunConfig, num_members: int) -> AsyncIterator[Network]:
-    network = Network(config)
-    network.sign_as = lambda number: KEYS[number].sign_with_point
-    for number in range(num_members):
-        network.add(number)
-    try:
+    async with Network(config) as network:
+        network.sign_as = lambda number: KEYS[number].sign_with_point
+        for number in range(num_members):
+            network.add(number)
         yield network
-    finally:
-        await network.stop()
 
 
 async def commit(network: Network, peers: Sequence[Peer] = ()) -> None:
@@ -174,36 +171,6 @@ async def test_counts_that_no_round_can_hold_are_left_out_of_the_tally() -> None
             peer.stage.learn(*range(10 * peer.number, 10 * peer.number + 3))
         await until(lambda: all(peer.stage.round == 1 for peer in honest), seconds=60.0)
         assert all(KEYS[2].peer_id not in peer.stage.tally.peers for peer in honest)
-
-
-@in_virtual_time
-async def test_members_of_a_release_without_tallies_do_not_sign_and_others_count_on() -> None:
-    async with signing(plain(3), 3) as network:
-        old = network.peers[KEYS[1].peer_id]
-
-        async def average(request: pb.AverageRequest) -> pb.AverageReply:
-            reply = await old.averager.handlers.participant.average(request)
-            del reply.prepared.given[:], reply.prepared.signatures[:]
-            return reply
-
-        old.instead["Average"] = average
-        for _ in range(2):
-            await commit(network)
-        for peer in (network.peers[KEYS[0].peer_id], network.peers[KEYS[2].peer_id]):
-            assert signers(peer) == {0, 2}
-            assert given_by(peer, 1).samples == 2 * 2 * MICROBATCH
-
-
-@in_virtual_time
-async def test_members_that_began_to_count_at_different_rounds_begin_together() -> None:
-    async with signing(plain(2), 2) as network:
-        await commit(network)
-        first, second = network.peers.values()
-        second.stage.tally = EMPTY
-        for _ in range(2):
-            await commit(network)
-        assert first.stage.tally.digest == second.stage.tally.digest
-        assert (first.stage.tally.since, signers(first)) == (2, {0, 1})
 
 
 @pytest.mark.parametrize("is_honest", [True, False], ids=["true", "false"])

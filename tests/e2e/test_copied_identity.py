@@ -1,6 +1,5 @@
 """A peer's key files copied to another place, as with a disk image: the copy is refused, and its original goes on."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peers.local.supervisor import Child
-from tests.support.swarm import RealPeer, RealSwarm, real_swarm, wait_until
+from tests.support.swarm import RealPeer, RealSwarm, real_swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -53,14 +52,3 @@ def test_so_is_one_that_enters_by_the_address_that_it_has_itself(swarm: RealSwar
     assert swarm.wait_for_end(copy, 60.0) != 0
     *_, line = copy.log.read_text().splitlines()
     assert "that is this peer's own address: two peers cannot share one identity file" in line
-
-
-def test_after_a_kill_the_same_identity_serves_again_at_once(swarm: RealSwarm) -> None:
-    """Meanwhile the DHT still lists the process that died."""
-    original = swarm.peers[1]
-    identity = str(swarm.folder / f"{original.child.name}.pem")
-    swarm.kill(original)
-    # The stage's state is gone, because this was its only peer.
-    again, ready = swarm.launch(1, "--identity", identity, "--start-over")
-    wait_until(ready.exists, 60.0, f"{again.name} to serve; see {again.log}")
-    assert json.loads(ready.read_text())["peer_id"] == original.ready["peer_id"]

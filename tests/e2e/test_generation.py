@@ -2,12 +2,7 @@
 
 import asyncio
 import dataclasses
-import json
-import os
 import signal
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -184,79 +179,6 @@ async def test_a_swarm_answers_openai_s_client_and_lets_go_of_what_it_hangs_up_o
                 assert first is None
                 assert others == pytest.approx(_their_logprobs(swarm.folder / "model", prompt)[0], abs=1e-4)
             await _hang_up(swarm, client, listed.id)
-
-
-def _run_lm_eval(swarm: RealSwarm, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run lm-eval on two tasks, with the swarm's endpoint as its model. Return what it logs of each task's samples."""
-    tokenizer = folder / "tokenizer"
-    assert program.main(["export", "--model", str(swarm.model), "--output", str(tokenizer)]) == 0
-    rows: list[dict[str, Any]] = [
-        {
-            "question": f"{letter} {number // 3} + {number % 3} = {letter}",
-            "choices": [f" {number // 3 + number % 3}", " nothing at all"],
-        }
-        for number, letter in enumerate("abcdefghijkl")
-    ]
-    # Some rows get the likeliest continuation as well.
-    theirs = AutoModelForCausalLM.from_pretrained(swarm.folder / "model").eval()
-    for row in rows:
-        likeliest = theirs(torch.tensor([list(row["question"].encode())])).logits[0, -1].argmax().item()
-        row["choices"] += [chr(likeliest)] if chr(likeliest).isprintable() and likeliest < 128 else []
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
-    tasks: dict[str, dict[str, Any]] = {
-        "sums": {
-            "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
-            "doc_to_target": 0, "target_delimiter": "", "metric_list": [{"metric": "acc"}],
-        },
-        "questions": {
-            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
-            "metric_list": [{"metric": "byte_perplexity"}],
-        },
-    }  # fmt: skip
-    for name, task in tasks.items():
-        # JSON is YAML as well.
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test", **shared, **task}))
-    with _server(swarm) as url:
-        with urllib.request.urlopen(f"{url}/models") as answer:
-            model = json.load(answer)["data"][0]["id"]
-        options = {
-            "model": model, "base_url": f"{url}/completions", "tokenizer": tokenizer, "max_length": LONGEST,
-            "tokenizer_backend": "huggingface", "custom_prefix_token_id": ord("\n"),
-        }  # fmt: skip
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "lm_eval", "run", "--model", "local-completions",
-                "--model_args", ",".join(f"{name}={value}" for name, value in options.items()), "--tasks", *tasks,
-                "--include_path", folder, "--batch_size", "4", "--output_path", folder / "out", "--log_samples",
-            ],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")},
-            capture_output=True, text=True, timeout=200.0, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    logged = {name: next((folder / "out").rglob(f"samples_{name}_*.jsonl")) for name in tasks}
-    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in logged.items()}
-
-
-@pytest.mark.slow
-def test_lm_eval_gets_the_log_probabilities_of_transformers(swarm: RealSwarm, tmp_path: Path) -> None:
-    for package in ("lm_eval", "tenacity"):
-        pytest.importorskip(package, reason="lm-eval[api] is not among the tests' own packages: docs/models.md")
-    samples = _run_lm_eval(swarm, tmp_path)
-    greedy = []
-    for sample in samples["sums"]:
-        question = list(sample["doc"]["question"].encode())
-        for choice, [[found, is_greedy]] in zip(sample["doc"]["choices"], sample["resps"], strict=True):
-            tokens = [*question, *choice.encode()]
-            theirs, is_likeliest = _their_logprobs(swarm.folder / "model", tokens, len(question))
-            assert float(found) == pytest.approx(sum(theirs), abs=1e-4)
-            assert is_greedy == str(is_likeliest)
-            greedy.append(is_likeliest)
-    for sample in samples["questions"]:
-        theirs, _ = _their_logprobs(swarm.folder / "model", list(("\n" + sample["doc"]["question"]).encode()))
-        assert float(sample["resps"][0][0]) == pytest.approx(sum(theirs), abs=1e-4)
-    assert len(samples["questions"]) == 12
-    assert len(greedy) > 12 * 2 > sum(greedy) > 0
 
 
 def test_text_is_that_of_transformers_whatever_happens(swarm: RealSwarm, theirs: list[int]) -> None:

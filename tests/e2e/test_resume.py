@@ -157,23 +157,6 @@ def test_a_stage_that_died_comes_back_from_a_joiner_s_checkpoint(
     swarm.kill_all()
 
 
-def test_a_checkpoint_of_another_round_does_not_go_on(folder: Path, children: Supervisor, stopped: Path) -> None:
-    resumed = folder / "apart"
-    shutil.copytree(stopped, resumed / "checkpoints")
-    for path in (resumed / "checkpoints").glob(f"*.round-{STOP}.*"):
-        path.unlink()
-    swarm = Swarm(resumed, children, 3, resume=True)
-    swarm.train("on", 3)
-    (victim,) = [peer for peer in swarm.peers if peer.stage == 2]
-    swarm.kill(victim)
-    child, _ = swarm.launch(2, *swarm.options)
-    swarm.wait_for_end(child, SECONDS)
-    message = child.log.read_text().splitlines()[-1]
-    assert "the other stages stand at round 8, and stage 2 in" in message
-    assert "start all with --resume and --resume-round 5" in message
-    swarm.kill_all()
-
-
 def test_diloco_enters_at_the_others_round_and_writes_on_leaving(folder: Path, children: Supervisor) -> None:
     swarm = Swarm(folder / "diloco", children, 2, setting="diloco")
     swarm.train("first", 7)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.config import RoundsConfig, RunConfig, StagesConfig
-from swarm.pipeline.trainers import DOUBT_SECONDS
 from swarm.types import Block
 from tests.pipeline.leader import Leader
 
@@ -20,28 +19,6 @@ SYNCHRONOUS = RunConfig(
 DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=192))
 ENTRIES = Block(0), Block(0, 1)
 SIZE = SYNCHRONOUS.microbatches_per_round
-
-
-def test_each_block_of_stage_0_grants_what_begins_there() -> None:
-    assert SYNCHRONOUS.paths == ((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1))
-    for config in (SYNCHRONOUS, DILOCO):
-        assert Leader(config, ENTRIES[0]).give("a", 6) == [0, 1, 4, 5, 8, 9]
-        assert Leader(config, ENTRIES[1]).give("a", 6) == [2, 3, 6, 7, 10, 11]
-
-
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO])
-def test_a_trainer_gets_of_each_path_as_many_as_it_wants(config: RunConfig) -> None:
-    leader = Leader(config, ENTRIES[1])
-    assert leader.give("a", 0, paths=[3, 3, 2]) == [2, 3, 7]
-    assert leader.give("a", 0, paths=[3], holding=[2, 3, 7]) == [11]
-
-
-def test_with_diloco_a_path_that_is_wanted_more_takes_nothing_from_the_others_text() -> None:
-    """What another trainer is granted of other paths leaves out no microbatch of this one."""
-    leader = Leader(DILOCO)
-    assert leader.give("b", 0, paths=[1] * 5) == [1, 5, 9, 13, 17]
-    assert leader.give("a", 0, paths=[0, 0]) == [0, 4]
-    assert leader.give("a", 0, paths=[0, 1], holding=[0, 4]) == [8, 21]
 
 
 def test_with_diloco_a_new_leader_leaves_out_on_every_path_what_may_have_been_granted() -> None:
@@ -76,18 +53,6 @@ def test_who_wants_other_paths_is_no_rival_for_what_was_lost(block: Block) -> No
         leader.ask("a", 0, paths=[0], holding=[0])
         leader.ask("a", 0)
         leader.clock.advance(2.0)
-
-
-def test_a_replay_waits_for_the_trainer_that_ran_it_only_if_that_one_wants_the_path() -> None:
-    leader = Leader(SYNCHRONOUS)
-    leader.lost = {0}
-    leader.ask("a", 0, acknowledged=[0])
-    assert leader.give("a", 0, paths=[0]) == [0]
-    leader.ask("a", 0, holding=[0])
-    leader.ask("a", 0, acknowledged=[0])
-    leader.clock.advance(DOUBT_SECONDS)
-    leader.ask("a", 0, paths=[1])
-    assert leader.give("b", 0, paths=[0]) == [0]
 
 
 # -- whatever is asked -------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from swarm.pipeline.leases import (
     SETTLE_SECONDS,
     SHOWN_SECONDS,
 )
-from swarm.pipeline.trainers import KNOWN_SECONDS
-from swarm.types import LEASE_SECONDS, Block
+from swarm.types import Block
 from tests.pipeline.leader import SIZE, SYNCHRONOUS, Leader
 
 
@@ -24,14 +23,6 @@ def test_what_was_finished_but_is_counted_by_nobody_is_replayed_at_this_stage_on
     assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS / 2) == [], "acks may still be under way"
     grant = leader.ask("a", 9, quiet_seconds=SETTLE_SECONDS)
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([3, 5], 0)
-
-
-def test_what_finished_just_now_is_not_missing_yet() -> None:
-    leader = Leader(SYNCHRONOUS)
-    leader.give("a", SIZE)
-    leader.clock.advance(LEASE_SECONDS - 1.0)
-    leader.ask("a", 0, acknowledged=range(SIZE))
-    assert leader.give("a", 9, quiet_seconds=10.0) == []
 
 
 def test_a_later_stage_grants_only_what_it_lacks() -> None:
@@ -60,20 +51,6 @@ def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: in
     assert leader.ask("a", 9, all_granted=False).accumulate_only_at is None, "another round, in which nothing is lost"
 
 
-def test_a_replay_is_left_to_the_trainer_that_ran_it_while_that_has_room() -> None:
-    leader = Leader(SYNCHRONOUS, block=Block(1))
-    leader.committed = {0, 1, 2, 3}
-    leader.ask("a", 0, acknowledged=[0, 1])
-    leader.ask("b", 0, acknowledged=[2, 3])
-    leader.clock.advance(SHOWN_SECONDS)
-    leader.committed, leader.lost = set(), {0, 1, 2, 3}
-    assert leader.give("a", 1, all_granted=False) == [0]
-    assert leader.give("b", 9, all_granted=False) == [2, 3], "one has wanted more just now"
-    leader.clock.advance(KNOWN_SECONDS + 0.1)
-    leader.ask("a", 0, holding=[0])
-    assert leader.give("b", 9, holding=[2, 3], all_granted=False) == [1], "but now it has enough to do"
-
-
 def test_who_may_not_replay_what_is_lost_gets_something_new() -> None:
     """The trainer that ran the lost microbatches is busy with one of them, and there is more to do."""
     leader = Leader(SYNCHRONOUS)
@@ -100,17 +77,6 @@ def test_what_a_later_stage_does_not_have_long_after_stage_0_is_replayed_while_t
     assert leader.give("a", 9, all_granted=False) == [], "its replay may be lost as well, but not at once"
     leader.clock.advance(LOST_SECONDS)
     assert leader.give("a", 9, all_granted=False) == [1]
-
-
-def test_the_same_at_stage_0_which_knows_itself_who_is_done_with_what() -> None:
-    leader = Leader(SYNCHRONOUS)
-    leader.give("a", 2)
-    leader.ask("a", 0, holding=[0, 1])
-    leader.ask("a", 0, holding=[1])
-    leader.clock.advance(LOST_SECONDS)
-    leader.ask("a", 0, holding=[1])
-    grant = leader.ask("a", 9, holding=[1])
-    assert (list(grant.microbatches), grant.accumulate_only_at) == ([0], 0)
 
 
 @pytest.mark.parametrize("reason", ["a peer has not told yet", "a member does not answer"])
@@ -169,40 +135,8 @@ def test_a_peer_that_never_tells_what_it_has_is_not_waited_for_for_ever() -> Non
     assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS) == [5]
 
 
-def test_what_a_member_may_come_back_with_is_granted_all_the_same() -> None:
-    leader = Leader(SYNCHRONOUS, block=Block(1))
-    leader.committed, leader.counted = {2, 3, 4}, {0, 1}
-    assert leader.give("a", 9, quiet_seconds=60.0) == [0, 1]
-    assert leader.give("a", 9, holding=[0, 1], quiet_seconds=60.0) == [5], "nobody has shown it: it may have that too"
-    leader = Leader(SYNCHRONOUS, block=Block(1))
-    leader.committed = {0, 1, 2, 3, 4}
-    assert leader.give("a", 9, quiet_seconds=60.0, misses_member=True) == [5], "a silent member has it, untold"
-
-
-def test_a_replay_that_gets_lost_is_granted_again() -> None:
-    leader = Leader(SYNCHRONOUS, block=Block(2))
-    leader.committed = {0, 1, 2, 3, 4}
-    assert leader.give("a", 9, quiet_seconds=9.0) == [5]
-    assert leader.give("a", 9, quiet_seconds=9.0) == [], "its ack may still be under way"
-    leader.clock.advance(SETTLE_SECONDS)
-    assert leader.give("a", 9, quiet_seconds=9.0) == [5]
-
-
-def test_a_complete_round_grants_nothing() -> None:
-    leader = Leader(SYNCHRONOUS)
-    leader.committed = set(range(SIZE))
-    grant = leader.ask("a", 9, quiet_seconds=100.0)
-    assert (list(grant.microbatches), grant.accumulate_only_at) == ([], None)
-
-
 def test_what_a_silent_member_had_is_replayed_though_another_has_not_told_what_it_has() -> None:
     leader = Leader(SYNCHRONOUS, block=Block(1), led_seconds=LONGEST_GATHER_SECONDS)
     leader.committed, leader.counted = {2, 3, 4, 5}, {0}
     assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True) == [0]
     assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True, holding=[0]) == []
-
-
-def test_while_a_peer_has_not_told_what_it_has_nothing_is_missing() -> None:
-    leader = Leader(SYNCHRONOUS, block=Block(1), led_seconds=LONGEST_GATHER_SECONDS)
-    assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True) == []
-    assert leader.give("a", 9, quiet_seconds=60.0) == [*range(SIZE)]

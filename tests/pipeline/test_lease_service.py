@@ -244,23 +244,6 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
     assert (list(reply.microbatches), reply.round) == ([size, size + 1], 1)
 
 
-async def test_changes_in_quick_succession_are_looked_at_together() -> None:
-    complete = _complete()
-    leader = Leader(0, complete)
-    await leader.gather()
-    waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=1, wait_seconds=5.0), CONTEXT))
-    await asyncio.sleep(0)
-    ids = range(8, 16)
-    leader.view = dataclasses.replace(complete, round=1, microbatches=ids, committed=set(), complete=False)
-    leader.changed.set()
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not waiting.done(), "it was looked at a moment ago"
-    leader.clock.advance(GAP_SECONDS)
-    async with asyncio.timeout(5):
-        assert (await waiting).round == 1
-
-
 async def test_no_more_than_a_few_requests_of_one_caller_wait() -> None:
     """Each request that waits is tried several times a second."""
     nothing_to_do = RoundView(
@@ -291,11 +274,6 @@ async def test_a_stage_has_what_it_lacks_replayed() -> None:
     reply = await acquire(1, 3, newest_round=3, newest_is_granted=True, newest_is_complete=True)
     first = 3 * SYNCHRONOUS.microbatches_per_round
     assert (list(reply.microbatches), reply.accumulate_only_at) == ([first, first + 1], 1)
-
-
-async def test_what_stage_0_has_still_to_grant_is_not_lost() -> None:
-    assert not (await acquire(1, 3, newest_round=3)).microbatches
-    assert (await acquire(1, 2, newest_round=3)).microbatches, "stage 0 has committed that round"
 
 
 async def test_a_trainer_is_told_what_another_one_ran_meanwhile() -> None:

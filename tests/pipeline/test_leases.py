@@ -11,10 +11,9 @@ from swarm.pipeline.leases import (
     LEAST_SKIP,
     LONGEST_GATHER_SECONDS,
     MOST_SKIP,
-    SHOWN_SECONDS,
 )
 from swarm.pipeline.trainers import DOUBT_SECONDS
-from swarm.types import LARGEST_COUNT, LEASE_SECONDS, Block
+from swarm.types import LARGEST_COUNT, LEASE_SECONDS
 from tests.pipeline.leader import DILOCO, SIZE, SYNCHRONOUS, Leader
 
 
@@ -26,20 +25,6 @@ def test_a_synchronous_round_is_handed_out_once() -> None:
     assert leader.give("b", 4, holding=[4]) == [5]
     assert leader.give("b", 4, holding=[4, 5]) == []
     assert leader.give("a", 4, holding=[0, 1, 2, 3]) == []
-
-
-def test_the_next_round_begins_where_the_last_one_ended() -> None:
-    leader = Leader(SYNCHRONOUS)
-    leader.give("a", SIZE)
-    leader.round = 1
-    assert leader.give("a", 2, holding=[5]) == [6, 7]
-
-
-def test_what_a_trainer_releases_goes_to_the_next() -> None:
-    leader = Leader(SYNCHRONOUS)
-    assert leader.give("a", 3) == [0, 1, 2]
-    leader.ask("a", 0, holding=[0], released=[1, 2])
-    assert leader.give("b", 2) == [1, 2]
 
 
 def test_a_dead_trainers_leases_expire_and_a_living_ones_do_not() -> None:
@@ -71,15 +56,6 @@ def test_what_a_silent_trainer_holds_goes_to_one_that_has_nothing_else_to_do() -
     assert leader.give("other", 9, holding=[0, 1]) == []
 
 
-def test_so_do_replays_that_it_holds() -> None:
-    leader = Leader(SYNCHRONOUS, block=Block(1))
-    leader.lost = {3, 4}
-    assert leader.give("dead", 9, all_granted=False) == [3, 4]
-    leader.clock.advance(DOUBT_SECONDS)
-    grant = leader.ask("other", 9, all_granted=False)
-    assert (list(grant.microbatches), grant.accumulate_only_at) == ([3, 4], 1)
-
-
 def test_with_diloco_what_one_trainer_was_granted_no_other_gets() -> None:
     """No peer waits for a granted microbatch, so nobody else has to run it, however long it takes."""
     leader = Leader(DILOCO)
@@ -100,13 +76,6 @@ def test_trainers_that_have_room_share_a_round() -> None:
         held[trainer] += leader.give(trainer, 99, holding=held[trainer])
     assert sorted(held["a"] + held["b"]) == [*range(config.microbatches_per_round)]
     assert {name: len(microbatches) for name, microbatches in held.items()} == {"b": 16, "a": 16}
-
-
-def test_a_trainer_alone_is_given_all_that_it_has_room_for() -> None:
-    leader = Leader(SYNCHRONOUS)
-    leader.give("a", 1)
-    leader.clock.advance(DOUBT_SECONDS)
-    assert leader.give("b", 9) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO])
@@ -158,14 +127,6 @@ def test_who_has_just_taken_the_lead_learns_first_who_holds_what() -> None:
     assert leader.give("a", 9, holding=[5]) == [0, 1], "half of the round is with each of them"
 
 
-def test_how_late_is_what_was_done_before_it_led_counts_from_then() -> None:
-    leader = Leader(SYNCHRONOUS, block=Block(1), led_seconds=GATHER_SECONDS / 2)
-    leader.committed, leader.counted = {2, 3, 4, 5}, {0, 1}
-    assert leader.give("a", 9, acknowledged=range(6)) == []
-    leader.clock.advance(SHOWN_SECONDS - GATHER_SECONDS / 2)
-    assert leader.give("a", 9, acknowledged=range(6)) == [0, 1]
-
-
 def test_who_was_away_and_leads_again_learns_it_anew() -> None:
     """Meanwhile another peer may have led, and may have granted microbatches that this one has not granted."""
     leader = Leader(SYNCHRONOUS)
@@ -187,13 +148,6 @@ def test_it_waits_for_a_peer_that_has_not_told_what_it_has_but_not_for_ever() ->
 
 
 # -- DiLoCo: an endless sequence ---------------------------------------------------------------------------------------
-
-
-def test_diloco_counts_on_across_rounds() -> None:
-    leader = Leader(DILOCO)
-    assert leader.give("a", 5) == [0, 1, 2, 3, 4]
-    leader.round = 7
-    assert leader.give("b", 3) == [5, 6, 7]
 
 
 def test_a_new_leader_skips_what_its_predecessor_may_have_granted() -> None:

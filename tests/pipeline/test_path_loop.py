@@ -234,14 +234,6 @@ async def test_a_block_of_stage_0_that_is_silent_ends_only_the_leases_of_its_pat
 
 
 @in_virtual_time
-async def test_a_trainer_asks_only_where_its_paths_begin() -> None:
-    async with running(DILOCO, chosen=[3]) as world:
-        await asyncio.sleep(1.0)
-        assert {block for block, _ in world.asked} == {SECOND}
-        assert set(world.wanted()) == {3}
-
-
-@in_virtual_time
 async def test_later_stages_are_told_what_all_blocks_of_stage_0_have_granted() -> None:
     """Else a later stage would have replayed what is still on its way."""
     async with running(SYNCHRONOUS) as world:

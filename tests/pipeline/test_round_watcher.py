@@ -1,8 +1,8 @@
 """What a trainer learns of the stages by asking their peers."""
 
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import pytest
@@ -18,6 +18,20 @@ from tests.support.chain import DILOCO, Chain, running_chain
 from tests.support.describing import describing
 
 TWO = Block(0), Block(1)
+
+
+@asynccontextmanager
+async def _watching(
+    peers: Callable[[Block], list[PeerRecord]],
+    *,
+    synchronous: bool,
+    blocks: Callable[[], Sequence[Block]] = lambda: TWO,
+) -> AsyncIterator[RoundWatcher]:
+    channels = ChannelPool(insecure=True)
+    try:
+        yield RoundWatcher(run_id="", blocks=blocks, synchronous=synchronous, peers=peers, channels=channels)
+    finally:
+        await channels.close()
 
 
 def _watcher(chain: Chain, *, synchronous: bool = False) -> RoundWatcher:
@@ -148,20 +162,15 @@ async def test_who_is_announced_and_cannot_be_reached_is_named() -> None:
             peer_id="0" * 40, name="gpu-box", announced_at=0.0, stage=1, endpoint="127.0.0.1:1", state=PeerState.SERVING
         )
     ]
-    channels = ChannelPool(insecure=True)
-    watcher = RoundWatcher(
-        run_id="run", blocks=lambda: TWO, synchronous=True, peers=lambda block: records if block.stage == 1 else [],
-        channels=channels,
-    )  # fmt: skip
-    await watcher.poll()
-    assert watcher.known_round is None
-    assert watcher.obstacle(Block(0)) == Obstacle(num_peers=0)
-    cause = "gpu-box at 127.0.0.1:1: nothing listens there"
-    assert watcher.obstacle(Block(1)) == Obstacle(num_peers=1, num_silent=1, causes=cause)
-    records.clear()
-    await watcher.poll()
-    assert watcher.obstacle(Block(1)) == Obstacle(num_peers=0)
-    await channels.close()
+    async with _watching(lambda block: records if block.stage == 1 else [], synchronous=True) as watcher:
+        await watcher.poll()
+        assert watcher.known_round is None
+        assert watcher.obstacle(Block(0)) == Obstacle(num_peers=0)
+        cause = "gpu-box at 127.0.0.1:1: nothing listens there"
+        assert watcher.obstacle(Block(1)) == Obstacle(num_peers=1, num_silent=1, causes=cause)
+        records.clear()
+        await watcher.poll()
+        assert watcher.obstacle(Block(1)) == Obstacle(num_peers=0)
 
 
 def _serving(stack: AsyncExitStack, stage: int, number: int, say: Callable[[], int]) -> Awaitable[PeerRecord]:
@@ -183,15 +192,7 @@ async def test_what_one_peer_says_of_the_round_changes_nothing(lie: int) -> None
             1: [await _serving(stack, 1, 3, lambda: present), await _serving(stack, 1, 4, lambda: lie)],
         }
         rows[1][1] = rows[1][1].model_copy(update={"announced_at": 1e18})
-        channels = ChannelPool(insecure=True)
-        stack.push_async_callback(channels.close)
-        watcher = RoundWatcher(
-            run_id="",
-            blocks=lambda: TWO,
-            synchronous=True,
-            peers=lambda block: rows[block.stage],
-            channels=channels,
-        )
+        watcher = await stack.enter_async_context(_watching(lambda block: rows[block.stage], synchronous=True))
         for present in (5, 5, 6, 6):
             await watcher.poll()
             assert (watcher.round, watcher.known_round, watcher.latest_round) == (present, present, present)
@@ -200,15 +201,7 @@ async def test_what_one_peer_says_of_the_round_changes_nothing(lie: int) -> None
 async def test_a_stage_that_says_any_round_ends_no_step_before_the_others() -> None:
     async with AsyncExitStack() as stack:
         records = [await _serving(stack, stage, 1 + stage, lambda stage=stage: (5, 1 << 47)[stage]) for stage in (0, 1)]  # type: ignore[misc]
-        channels = ChannelPool(insecure=True)
-        stack.push_async_callback(channels.close)
-        watcher = RoundWatcher(
-            run_id="",
-            blocks=lambda: TWO,
-            synchronous=False,
-            peers=lambda block: [records[block.stage]],
-            channels=channels,
-        )
+        watcher = await stack.enter_async_context(_watching(lambda block: [records[block.stage]], synchronous=False))
         await watcher.poll()
         assert (watcher.round, watcher.latest_round) == (5, 5)
 
@@ -228,12 +221,9 @@ async def test_a_block_that_is_followed_again_takes_no_step_back_and_holds_up_on
 
             record = await stack.enter_async_context(describing(block.stage, say))
             records[block] = record.model_copy(update={"peer_id": f"{number:040x}", "variant": block.variant})
-        channels = ChannelPool(insecure=True)
-        stack.push_async_callback(channels.close)
-        watcher = RoundWatcher(
-            run_id="", blocks=lambda: followed, synchronous=False, peers=lambda block: [records[block]],
-            channels=channels,
-        )  # fmt: skip
+        watcher = await stack.enter_async_context(
+            _watching(lambda block: [records[block]], synchronous=False, blocks=lambda: followed)
+        )
 
         async def look() -> tuple[int, int | None]:
             await watcher.poll()

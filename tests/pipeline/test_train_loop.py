@@ -16,13 +16,6 @@ from tests.pipeline.loop_world import pass_time, running
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 
 
-async def test_an_answer_is_acknowledged() -> None:
-    async with running() as world:
-        world.answer.set()
-        await eventually(lambda: world.reply.acked)
-        assert not world.released
-
-
 async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() -> None:
     """All other microbatches are left to other trainers."""
     async with running(max_in_flight=4) as world:
@@ -143,16 +136,6 @@ async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_s
         assert runs == [(0, None), (5, 1)]
 
 
-async def test_a_replay_goes_to_those_who_know_it_but_where_it_is_lost() -> None:
-    async with running(SYNCHRONOUS) as world:
-        world.answer.set()
-        await eventually(lambda: world.reply.acked)
-        world.lost = [0, 5]
-        await eventually(lambda: world.num_runs == 3, meanwhile=lambda: pass_time(world))
-        assert [m.index for m in world.trained] == [0, 0, 5]
-        assert world.hints == [{}, {Block(0): "a", Block(2): "c"}, {}]
-
-
 async def test_what_two_stages_have_lost_is_replayed_for_one_and_then_at_once_for_the_other() -> None:
     async with running(SYNCHRONOUS, max_in_flight=4) as world:
         world.lost = [5]
@@ -166,18 +149,6 @@ async def test_what_two_stages_have_lost_is_replayed_for_one_and_then_at_once_fo
         assert world.hints[3] == {Block(0): "a", Block(1): "b"}
 
 
-async def test_what_is_lost_comes_before_all_else() -> None:
-    async with running(SYNCHRONOUS) as world:
-        world.lost = [5, 6, 7, 8, 9, 11, 12]
-        await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
-        await eventually(lambda: world.num_runs == 6, meanwhile=lambda: pass_time(world))
-        world.lost = [13]
-        await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
-        world.answer.set()
-        await eventually(lambda: world.num_runs == 9, meanwhile=lambda: pass_time(world))
-        assert [m.index for m in world.trained[6:]] == [13, 11, 12]
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_stage_is_told_for_a_while_what_stage_0_has(stage: int) -> None:
     async with running(SYNCHRONOUS) as world:
@@ -187,19 +158,6 @@ async def test_a_stage_is_told_for_a_while_what_stage_0_has(stage: int) -> None:
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
         await eventually(lambda: not world.told[stage], meanwhile=lambda: pass_time(world))
         assert world.clock.monotonic() > LEASE_SECONDS, "no replay counts at stage 0"
-
-
-async def test_a_replay_that_another_trainer_ran_meanwhile_is_left() -> None:
-    async with running(SYNCHRONOUS) as world:
-        world.lost = [5, 6, 7, 8, 9, 10, 11, 12]
-        await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
-        await eventually(lambda: world.num_runs == 6, meanwhile=lambda: pass_time(world))
-        world.counted = {5, 10, 12}
-        asked = world.num_asked
-        await eventually(lambda: world.num_asked > asked + 1, meanwhile=lambda: pass_time(world))
-        world.answer.set()
-        await eventually(lambda: world.num_runs > 6, meanwhile=lambda: pass_time(world))
-        assert [m.index for m in world.trained] == [0, 5, 6, 7, 8, 9, 11]
 
 
 @pytest.mark.parametrize("reason", ["it counts there", "the round is over"])

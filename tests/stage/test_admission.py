@@ -47,23 +47,6 @@ async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(
             admission.leave(slot)
 
 
-async def test_a_microbatch_that_others_wait_for_gets_one_slot_more_at_a_time() -> None:
-    async with running_chain(DILOCO, max_in_flight=(16, 16, 1)) as chain:
-        admission = chain.peers[2].stage.admission
-        reply = await chain.train(0)
-        known, other = (Microbatch(index=index, round=0, num_samples=2) for index in (0, 1))
-        slots = [admission.admit(other), admission.admit(known)]
-        for refused in (known, other):
-            with pytest.raises(Overloaded):
-                admission.admit(refused)
-        admission.leave(slots.pop())
-        slots.append(admission.admit(known))
-        for slot in slots:
-            admission.leave(slot)
-        await chain.ack(reply)
-        admission.leave(admission.admit(known))
-
-
 @ANY_HOP
 @pytest.mark.parametrize("full", [0, 1])
 async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
@@ -78,33 +61,6 @@ async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
         chain.assert_accumulated(range(6))
         chain.assert_idle()
         assert failures == []
-
-
-async def test_a_peer_whose_microbatches_are_all_elsewhere_takes_on_more() -> None:
-    """It never takes more than its largest number, and takes more only while the next stage refuses nothing from it."""
-    async with running_chain(SYNCHRONOUS, max_in_flight=(2, 16, 16), largest_in_flight=4) as chain:
-        first = chain.peers[0].stage.admission
-        async with chain.peers[2].held():
-            training = asyncio.create_task(chain.train_all(range(6)))
-            await eventually(lambda: first.num_admitted == 4)
-            await eventually(lambda: chain.counts("busy_replies")[0] > 3)
-            assert first.num_admitted == 4
-        await training
-        chain.assert_accumulated(range(6))
-        chain.assert_idle()
-
-
-@ANY_HOP
-async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
-    async with running_chain(SYNCHRONOUS, max_in_flight=(16, 16, 1)) as chain:
-        hop = chain.peers[1].hop
-        assert not hop.is_held_up
-        async with chain.peers[2].held():
-            training = asyncio.create_task(chain.train_all(range(2)))
-            await eventually(lambda: hop.is_held_up and chain.counts("busy_replies")[2] > 0)
-            await eventually(lambda: not chain.peers[0].hop.is_held_up)  # All of its own are taken.
-        await training
-        await eventually(lambda: not hop.is_held_up)
 
 
 def _let_work_wait(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
@@ -134,18 +90,6 @@ async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyP
         assert not chain.trainer.is_held_up
         assert failures == []
         chain.assert_accumulated(range(6))
-
-
-@pytest.mark.parametrize(("num_peers", "num_sent_on"), [(1, 0), (3, 0), (4, 1), (9, 2)])
-async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
-    num_peers: int, num_sent_on: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If there are only a few peers, each sender has asked all of them, so the first one takes it."""
-    async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
-        _let_work_wait(monkeypatch, *chain.at(0))
-        await chain.ack(await chain.train(0))
-        assert sum(peer.stage.counters["busy_replies"] for peer in chain.at(0)) == num_sent_on
-        chain.assert_accumulated([0])
 
 
 @ANY_HOP

@@ -1,16 +1,13 @@
 """One stage's computation: forward and backward, always with the weights that forward used."""
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from swarm.config import ModelConfig, RunConfig, StagesConfig
+from swarm.config import ModelConfig, RunConfig
 from swarm.errors import MalformedMessage
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS
@@ -80,38 +77,6 @@ def test_recomputing_gives_the_same_bits(fused: bool) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in sums_of(recomputed).items())
 
 
-def test_microbatches_in_any_order_do_not_mix() -> None:
-    backend = backend_of(CONFIG, 1)
-    forwards = [backend.forward(number, 0, inputs_of(number)) for number in range(2)]
-    assert backend.budget.num_kept == 2
-    mixed = {number: backend.backward(forwards[number], hidden_of(9), accumulate=False)[0] for number in (1, 0)}
-    for number in range(2):
-        forward = backend.forward(number, 0, inputs_of(number))
-        alone, _ = backend.backward(forward, hidden_of(9), accumulate=False)
-        assert torch.equal(arrived(alone), arrived(mixed[number]))
-
-
-def test_without_accumulation_the_gradient_passes_through_and_nothing_stays() -> None:
-    accumulating, passing = chain_of(CONFIG), chain_of(CONFIG)
-    run_microbatch(accumulating, 0)
-    loss, entries = run_microbatch(passing, 0, accumulate=False)
-    assert loss == pytest.approx(reference_of(CONFIG, [0])[0][0], abs=1e-5)
-    assert entries == [None, None, None]
-    for backend in passing:
-        assert not any(value.any() for value in backend.weights.buckets.open().sums.values())
-        assert (backend.weights.buckets.open().num_tentative, backend.weights.version.users) == (0, 0)
-
-
-def test_a_single_stage_is_the_whole_model() -> None:
-    config = dataclasses.replace(CONFIG, stages=StagesConfig(num_stages=1))
-    backend = backend_of(config, 0)
-    _, gradient, entry = backend.forward_loss(0, 0, {TOKENS: tokens_of(0)}, accumulate=True)
-    assert gradient is None
-    assert entry is not None
-    assert_close(backend.weights.buckets.open().sums, reference_of(config, [0])[1], 1e-5)
-    assert backend.forward_loss(0, 0, {TOKENS: tokens_of(0)}, accumulate=False)[1:] == (None, None)
-
-
 # -- steps in between --------------------------------------------------------------------------------------------------
 
 
@@ -139,21 +104,6 @@ def test_backward_uses_the_weights_that_forward_used(limit_bytes: int) -> None:
         torch.testing.assert_close(value, expected_value, rtol=0, atol=1e-5)
     new = _middle_gradients(backend, backend.weights.version.parameters)
     assert not torch.allclose(expected[1], new[1], rtol=1e-3), "else this test says nothing"
-
-
-def test_a_step_that_needs_too_many_versions_waits_for_the_oldest_to_be_done_with() -> None:
-    backend = backend_of(DILOCO, 1)
-    versions = [backend.weights.version]
-    forwards = []
-    for number in range(2):
-        forwards.append(backend.forward(7 + number, 0, inputs_of(7)))
-        accumulate_and_settle(backend, number)
-        versions.append(backend.weights.version)
-    assert len(set(map(id, versions))) == 3
-    accumulate_and_settle(backend, 2)
-    assert backend.weights.version is versions[-1]
-    backend.release(forwards[0])
-    assert backend.weights.version is not versions[-1]
 
 
 # -- refusing ----------------------------------------------------------------------------------------------------------
@@ -211,9 +161,6 @@ def test_a_gradient_that_overflows_is_never_accumulated(bad: float) -> None:
     assert _unchanged(backend)
 
 
-# -- evaluation --------------------------------------------------------------------------------------------------------
-
-
 # -- memory and shapes -------------------------------------------------------------------------------------------------
 
 
@@ -239,31 +186,6 @@ def test_with_gradient_checkpointing_a_graph_is_the_layers_inputs() -> None:
     forward = backend.forward(0, 0, {TOKENS: tokens_of(0), HIDDEN: hidden})
     assert hidden.nbytes <= backend.budget.graph_bytes < 10 * hidden.nbytes
     backend.release(forward)
-
-
-@pytest.mark.slow
-def test_neither_a_backward_nor_a_step_nor_a_roll_back_imports_anything_large() -> None:
-    """Otherwise a new peer's compute thread would block at its first backward: sympy takes longer to import than
-    torch."""
-    program = """
-import sys
-import torch
-from tests.stage.backends import CONFIG, chain_of, run_microbatch
-from swarm.config import OptimizerConfig, OuterConfig
-from swarm.training import optim
-chain = chain_of(CONFIG)
-before = set(sys.modules)
-assert not {"sympy", "torch._dynamo"} & before
-_, accumulated = run_microbatch(chain, 0)
-run_microbatch(chain, 1)
-for backend, entry in zip(chain, accumulated):
-    backend.roll_back([entry])
-for optimizer in (optim.AdamW(OptimizerConfig()), optim.OuterSgd(OuterConfig(momentum=0.9))):
-    optim.step(optimizer, {"w": torch.nn.Parameter(torch.zeros(2, 2))}, {"w": torch.ones(2, 2)}, 0.1)
-new = {name.partition(".")[0] for name in sys.modules.keys() - before} - {"einops"}
-assert not new, new
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize(

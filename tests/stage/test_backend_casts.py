@@ -2,35 +2,26 @@
 
 import contextlib
 import dataclasses
-import gc
 import unittest.mock
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import DataConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.stage.backend import StageBackend
-from swarm.stage.boundary import HIDDEN, TOKENS
 from tests.stage.backends import (
     CONFIG,
-    DILOCO,
     DROPOUT,
     PLENTY,
-    backend_of,
     chain_of,
-    hidden_of,
-    inputs_of,
     reference_of,
     run_microbatch,
     sums_of,
-    tokens_of,
 )
 from tests.support.chain import assert_close
-from tests.support.commits import end_round, end_rounds
+from tests.support.commits import end_rounds
 from tests.support.rounding import rounding_reference
 
 
@@ -59,76 +50,6 @@ def test_the_casts_that_graphs_share_give_the_bits_of_casts_of_their_own(stages:
 
 def _without_shared_casts() -> Any:
     return unittest.mock.patch("swarm.stage.function.with_shared_casts", lambda module, parameters, casts: parameters)
-
-
-def test_all_graphs_of_a_version_keep_one_cast_of_its_weights() -> None:
-    backend = backend_of(_bf16(CONFIG, tied=True), 2)
-    saved: list[dict[int, torch.Tensor]] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[-1][tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    forwards = [backend.forward(0, 0, inputs_of(0))]
-    for number in (1, 2):
-        saved.append({})
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            forwards.append(backend.forward(number, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(number)}))
-    num_bytes = {place: tensor.untyped_storage().nbytes() for graph in saved for place, tensor in graph.items()}
-    common = saved[0].keys() & saved[1].keys()
-    casts = [place for place in common if saved[0][place].dtype is torch.bfloat16]
-    parameters = backend.weights.version.parameters
-    # The loss keeps only gradients, and not the head from which they come.
-    matrices = [value for name, value in parameters.items() if value.ndim == 2 and name != "embedding.weight"]
-    assert sum(num_bytes[place] for place in casts) == sum(2 * matrix.numel() for matrix in matrices)
-    own_bytes = sum(num_bytes[place] for place in saved[1].keys() - common)
-    assert backend.budget.graph_bytes == own_bytes, "the budget counts what each graph adds"
-    for forward in forwards:
-        backend.release(forward)
-
-
-def test_a_new_version_is_cast_anew() -> None:
-    chain = chain_of(_bf16(DILOCO))
-    first = [backend.weights.version for backend in chain]
-    for microbatch in range(2):
-        _, entries = run_microbatch(chain, microbatch)
-        for backend, entry in zip(chain, entries, strict=True):
-            backend.settle(entry)
-    for backend, old in zip(chain, first, strict=True):
-        new = backend.weights.version
-        assert new is not old
-        run_microbatch(chain, 2)
-        assert new.casts.keys() == old.casts.keys() != set()
-        for name, cast in new.casts.items():
-            assert torch.equal(cast, new.parameters[name].bfloat16())
-            assert not torch.equal(cast, old.casts[name])
-
-
-def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
-    """Another stage may have to repeat that round. Casts are freed together with the round's weights."""
-    backend = backend_of(_bf16(CONFIG), 1)
-
-    def commit() -> None:
-        end_round(backend.weights, backend.weights.contribute().tensors)
-
-    commit()
-    forwards = [backend.forward(number, 0, inputs_of(0)) for number in range(2)]
-    assert forwards[0].version is forwards[1].version
-    assert forwards[0].version is not backend.weights.version
-    assert forwards[0].version.casts
-    earlier = weakref.ref(forwards[0].version)
-    for forward in forwards:
-        backend.release(forward)
-    del forward, forwards
-    commit()
-    gc.collect()
-    assert earlier() is None
-
-
-def test_without_autocast_nothing_is_cast() -> None:
-    backend = backend_of(CONFIG, 1)
-    backend.release(backend.forward(0, 0, inputs_of(0)))
-    assert backend.weights.version.casts == {}
 
 
 # -- the wire ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from torch import nn
 
 from swarm.config import OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import MalformedMessage
-from swarm.model.stage_module import stage_loss
 from swarm.stage.backend import StageBackend
 from tests.stage.backends import (
     CONFIG,
@@ -82,19 +81,6 @@ def test_an_overflow_of_the_last_stage_is_computed_again(caplog: pytest.LogCaptu
         assert loss > 0.0
     assert OVERFLOWS in caplog.text
     assert _error(sums[0], sums[1]) < 1e-2
-
-
-def test_a_custom_class_gets_scaled_gradients_of_the_same_loss() -> None:
-    logits = torch.nn.Linear(4, 8)
-    hidden_BTD, targets_BT = torch.randn(2, 3, 4), torch.arange(6).reshape(2, 3)
-    parameters = dict(logits.named_parameters())
-    losses = [
-        stage_loss(logits, parameters, hidden_BTD, targets_BT, gradient_scale=scale)
-        for scale in (None, torch.tensor(8.0))
-    ]
-    plain, scaled = (torch.autograd.grad(loss, list(parameters.values())) for loss in losses)
-    assert torch.equal(*losses)
-    assert all(torch.equal(8 * a, b) for a, b in zip(plain, scaled, strict=True))
 
 
 def test_what_is_rolled_back_is_computed_with_the_scale_that_it_had() -> None:

@@ -69,20 +69,6 @@ def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before), "as if the others had never come"
 
 
-def test_a_settled_gradient_can_still_be_taken_out() -> None:
-    """This happens in the synchronous setting when another member counts the microbatch too."""
-    backend = backend_of(CONFIG, 2)
-    _, _, entry = backend.forward_loss(0, 0, inputs_of(0), accumulate=True)
-    assert entry is not None
-    backend.settle(entry)
-    backend.settle(entry)
-    bucket = backend.weights.buckets.open()
-    assert (bucket.num_tentative, backend.weights.version.users) == (0, 0)
-    backend.roll_back([entry])
-    assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
-    assert max(float(value.abs().max()) for value in bucket.sums.values()) < 1e-6
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_rolling_back_after_a_step_uses_the_old_weights(fused: bool) -> None:
     backend = backend_of(DILOCO, 1, fused=fused)
@@ -99,15 +85,3 @@ def test_rolling_back_after_a_step_uses_the_old_weights(fused: bool) -> None:
     for value, expected in zip(entry.bucket.sums.values(), second, strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
     assert entry.source.version.users == 0
-
-
-def test_what_is_rolled_back_is_not_counted_as_stale() -> None:
-    backend = backend_of(DILOCO, 1)
-    forward = backend.forward(7, 0, inputs_of(7))
-    accumulate_and_settle(backend, 1)
-    _, entry = backend.backward(forward, hidden_of(8), accumulate=True)
-    assert entry is not None
-    backend.roll_back([entry])
-    accumulate_and_settle(backend, 2)
-    steps = backend.weights.inner_steps
-    assert (steps.count, steps.microbatches, steps.staleness) == (2, 2, 0)

@@ -1,6 +1,5 @@
 """What a hop makes of peers that answer nonsense, or refuse: another peer is asked, and who is at fault is banned."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +7,11 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
-from swarm.errors import IncompatibleVersion, NotAllowed, NotReady, RetriesExhausted, SwarmError, WrongRun
+from swarm.errors import NotAllowed, RetriesExhausted, SwarmError
 from swarm.hop.retries import HopLimits
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import Block
-from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Peer, eventually, running_chain
+from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Peer, running_chain
 from tests.support.chunks import chunks, int8_blocks
 
 _HIDDEN = torch.zeros(2, 16, 32)
@@ -123,61 +122,8 @@ def _refuse_all(monkeypatch: pytest.MonkeyPatch, peer: Peer, refusal: SwarmError
     monkeypatch.setattr(peer.stage.admission, "admit", refuse)
 
 
-@pytest.mark.parametrize(
-    ("refusal", "is_banned"),
-    [
-        # It was started again in another run, with the same key and port, and its old announcement has not expired.
-        (WrongRun("run 'a' is not served here, but 'b'"), False),
-        # Its clock is wrong, or another release has its port.
-        (NotAllowed("a token has expired, or a clock is wrong"), True),
-        (IncompatibleVersion("6"), True),
-    ],
-)
-async def test_where_one_peer_refuses_another_one_is_asked(
-    refusal: SwarmError, is_banned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = None if is_banned else HopLimits(max_failures=1)
-    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), hop_limits=limits) as chain:
-        first, (bad, good) = chain.peers[0], chain.at(1)
-        _refuse_all(monkeypatch, bad, refusal)
-        await chain.train_all(range(4))
-        assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
-        if is_banned:
-            assert first.router.banned(Block(1)) == {bad.peer_id}
-
-
 async def test_whom_all_refuse_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
         _refuse_all(monkeypatch, chain.at(1)[0], NotAllowed("a token has expired"))
         with pytest.raises(RetriesExhausted, match="stage 1: 1 peer failed in a row; the last: a token has expired"):
             await chain.train(0)
-
-
-async def test_too_many_failures_end_in_one_clear_error() -> None:
-    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
-        await chain.peers[0].stop()
-        with pytest.raises(RetriesExhausted, match="stage 0: 1 peer failed in a row; the last: "):
-            await chain.train(0)
-
-
-async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
-    """The peers that can serve it may be busy for long, with a round whose weights only they have."""
-    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
-        (first, *_) = chain.peers
-        first.stage.admission.close()
-        refuse, num_refused = first.stage.admission.admit, 0
-
-        def admit(*arguments: Any, **options: Any) -> Any:
-            nonlocal num_refused
-            try:
-                return refuse(*arguments, **options)
-            except NotReady:
-                num_refused += 1
-                raise
-
-        first.stage.admission.admit = admit  # type: ignore[method-assign]  # counts
-        training = asyncio.create_task(chain.train_all([0]))
-        await eventually(lambda: num_refused == 2)
-        first.stage.admission.open()
-        await training
-        chain.assert_accumulated([0])

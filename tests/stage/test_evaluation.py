@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from typing import Any, cast
 
@@ -13,17 +13,15 @@ import torch
 from peers.trainer.held_out_loss import CONCURRENCY, Along, held_out_loss
 from swarm.config import RoundsConfig, RunConfig
 from swarm.data.microbatches import HeldOut, Microbatches
-from swarm.errors import Overloaded, RoundGone
-from swarm.hop import hop as hops
+from swarm.errors import RoundGone
 from swarm.hop.answers import HopListener
 from swarm.model.stages import build_transformer
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN
-from swarm.stage.held_rounds import MAX_ROUNDS_OF_USER
 from swarm.stage.runtime import Priority
 from swarm.training.samples import TOKENS
 from tests.support.chain import ANY_HOP, DILOCO, DROPOUT, SYNCHRONOUS, Chain, eventually, running_chain, tokens
-from tests.support.chain_rounds import apply_average, begin_next_round, commit_round
+from tests.support.chain_rounds import begin_next_round
 
 pytestmark = ANY_HOP
 
@@ -116,18 +114,6 @@ async def test_in_diloco_each_stage_holds_its_newest_round_up_to_the_wanted_one(
             assert await chain.trainer.evaluate(BATCH, hold.held) == first
 
 
-async def test_there_are_only_so_many_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hops, "HOLD_SECONDS", 0.0)
-    async with running_chain(SYNCHRONOUS) as chain:
-        with ExitStack() as stack:
-            for number in range(MAX_ROUNDS_OF_USER):
-                stack.enter_context(closing(await chain.trainer.hold(number)))
-                await begin_next_round(chain.peers)
-            with pytest.raises(Overloaded, match="this caller uses 2 other rounds already"):
-                await chain.trainer.hold(MAX_ROUNDS_OF_USER)
-        await eventually(lambda: not any(_num_held(chain)))
-
-
 async def test_a_holder_that_dies_is_replaced_by_a_peer_that_has_the_round() -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         expected = await chain.evaluate(BATCH)
@@ -153,20 +139,6 @@ async def test_evaluation_is_the_references_on_the_anchor() -> None:
         loss = await chain.evaluate({TOKENS: batch})
         assert loss == pytest.approx(expected, abs=1e-5)
         chain.assert_idle()
-
-
-async def test_the_anchor_of_the_round_before_can_still_be_evaluated() -> None:
-    async with running_chain(SYNCHRONOUS) as chain:
-        batch = {TOKENS: tokens(SYNCHRONOUS, 99)[:1, :6]}
-        before = await chain.evaluate(batch)
-        await chain.train_all(range(8))
-        await commit_round(chain)
-        assert await chain.evaluate(batch) == before
-        assert await chain.evaluate(batch, round_number=1) != before
-        await chain.train_all(range(8, 16), round_number=1)
-        await commit_round(chain)
-        with pytest.raises(RoundGone, match=r"no peer of stage 0 has .*: round 0 is not kept, this peer is at 2"):
-            await chain.evaluate(batch)
 
 
 async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,23 +167,3 @@ async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeyp
             await eventually(lambda: last.runtime.queue_length == 6)
         await asyncio.gather(evaluating, *forwards)
         assert order == ["before", "evaluate", "after", "after", "after"]
-
-
-async def test_an_evaluation_that_waits_keeps_no_rounds_weights() -> None:
-    async with running_chain(SYNCHRONOUS) as chain:
-        last = chain.peers[2]
-        inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
-        async with last.held():
-            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [pb.HeldRound(peer_id=last.peer_id)]))
-            await eventually(lambda: last.runtime.queue_length == 2)
-            # Control work comes first: two rounds pass.
-            passing = [
-                asyncio.create_task(
-                    last.runtime.control(lambda: apply_average(last, last.weights.contribute().tensors))
-                )
-                for _ in range(2)
-            ]
-            await eventually(lambda: last.runtime.queue_length == 4)
-        await asyncio.gather(*passing)
-        with pytest.raises(RoundGone, match="round 0 is not kept"):
-            await evaluating

@@ -8,7 +8,7 @@ import torch
 
 from swarm.errors import Overloaded, RoundMismatch
 from swarm.rpc.callers import Caller
-from swarm.stage.held_rounds import LINGER_SECONDS, MAX_ROUNDS, MAX_ROUNDS_EACH, MAX_ROUNDS_OF_USER, HeldRounds
+from swarm.stage.held_rounds import LINGER_SECONDS, MAX_ROUNDS_EACH, MAX_ROUNDS_OF_USER, HeldRounds
 from tests.support.virtual_time import in_virtual_time
 
 ONE, OTHER = Caller("one"), Caller("other")
@@ -59,25 +59,6 @@ async def test_where_stages_are_rounds_apart_the_nearest_round_is_taken_that_is_
         assert [stage.rounds.nearest(number) for number in (0, 1, 3, 4, 5, 9)] == [0, 0, 4, 4, 5, 5]
     del stage.kept[4]
     assert stage.rounds.nearest(4) == 5, "a newcomer lacks the round before"
-
-
-async def test_there_are_only_so_many() -> None:
-    stage = Anchors()
-    callers = (ONE, ONE, OTHER, OTHER)
-    assert len(callers) == MAX_ROUNDS
-    with ExitStack() as stack:
-        for number, caller in enumerate(callers):
-            stack.enter_context(stage.rounds.held(number, caller))
-            stage.commit()
-        stage.commit()
-        newest = stage.present
-        assert stage.rounds.choose(newest, Caller("third")) == MAX_ROUNDS - 1
-        for caller in (ONE, Caller("third")):
-            with pytest.raises(Overloaded), stage.rounds.held(newest, caller):
-                pass
-    # A round that no text uses is dropped to make room.
-    with stage.rounds.held(newest, ONE):
-        assert len(stage.rounds) == MAX_ROUNDS
 
 
 async def test_no_caller_takes_all_of_them_or_decides_what_others_get() -> None:

@@ -1,12 +1,10 @@
-"""Microbatches through real servers: gradients are those of one process, and replicas share the work."""
+"""Microbatches through real servers: gradients are those of one process, and nothing is left behind."""
 
 import asyncio
 import dataclasses
 import gc
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ import torch
 
 from swarm.config import Amendment, RunConfig, WireConfig
 from swarm.model.stages import build_transformer
-from swarm.stage.boundary import TOKENS, reply_specs, request_specs
-from swarm.stage.buckets import Version
-from swarm.stage.staging import Staging
+from swarm.stage.boundary import TOKENS
 from swarm.training import samples
 from tests.support.chain import (
     ANY_HOP,
@@ -24,7 +20,6 @@ from tests.support.chain import (
     DROPOUT,
     LORA,
     SYNCHRONOUS,
-    Peer,
     eventually,
     reference,
     running_chain,
@@ -41,21 +36,6 @@ _SHARDS = dataclasses.replace(
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-
-
-async def test_tensors_arrive_in_the_memory_of_the_stages_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, host_bytes = list[int](), Staging.host_bytes
-
-    def counted(staging: Staging, num_bytes: int) -> torch.Tensor:
-        made.append(num_bytes)
-        return host_bytes(staging, num_bytes)
-
-    monkeypatch.setattr(Staging, "host_bytes", counted)
-    async with running_chain(SYNCHRONOUS) as chain:
-        await chain.train_all([0])
-    sent = [spec.num_bytes for stage in range(3) for spec in request_specs(SYNCHRONOUS, stage).values()]
-    answered = [spec.num_bytes for stage in range(3) for spec in reply_specs(SYNCHRONOUS, stage).values()]
-    assert sorted(made) == sorted(sent + answered)
 
 
 @pytest.mark.parametrize(
@@ -123,57 +103,7 @@ async def test_a_task_whose_task_group_has_failed_before_is_not_taken_for_cancel
         chain.assert_accumulated([0])
 
 
-async def test_replicas_share_the_work_and_together_hold_the_gradient() -> None:
-    async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
-        await chain.train_all(range(8))
-        chain.assert_accumulated(range(8))
-        chain.assert_idle()
-        assert min(chain.counts("committed")) > 0
-
-
 # -- versions ----------------------------------------------------------------------------------------------------------
-
-
-def _versions() -> list[Version]:
-    """All copies of weights in this process, anchors included."""
-    gc.collect()
-    return [found for found in gc.get_objects() if type(found) is Version]
-
-
-def _num_versions(peer: Peer, others: Sequence[Version]) -> int:
-    """How many versions of a peer's stage are in memory, without `others`, which earlier tests left."""
-    names, known = peer.weights.masters.keys(), set(map(id, others))
-    return sum(found.parameters.keys() == names and id(found) not in known for found in _versions())
-
-
-async def test_a_step_between_forward_and_backward_does_not_change_the_gradient() -> None:
-    """With DiLoCo the gradient is that of the forward's weights, and few versions exist meanwhile."""
-
-    def step(peer: Peer) -> bool:
-        """Let an inner batch arrive. Return whether a step was taken."""
-        before = peer.weights.version
-        peer.weights.buckets.open().add(
-            [torch.ones_like(p) for p in before.parameters.values()], samples.Amount(16, 16)
-        )
-        peer.weights.step_if_due()
-        return peer.weights.version is not before
-
-    others = _versions()
-    async with running_chain(DILOCO) as chain:
-        first, middle, last = chain.peers
-        async with last.held():
-            training = asyncio.create_task(chain.train(0))
-            await eventually(lambda: len(last.stage.ledger) == 1)
-            for peer in (first, middle):
-                assert await peer.runtime.control(partial(step, peer))
-                assert await peer.runtime.control(partial(step, peer))
-                assert _num_versions(peer, others) == 2, "the one between is of no use to anybody"
-        reply = await training
-        assert chain.num_samples() == [2, 2, 2]
-        chain.assert_accumulated([0])
-        await chain.ack(reply)
-        for peer in (first, middle):
-            assert await peer.runtime.control(partial(step, peer)), "now nothing is computed with the version before"
 
 
 @ANY_HOP

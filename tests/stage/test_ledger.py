@@ -1,6 +1,5 @@
 """The ledger has every id once, with its state."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -21,19 +20,6 @@ def test_a_committed_entry_keeps_its_computation_where_it_may_be_taken_out_again
     entry = _ledger((1, 0), keep=True).find(1)
     assert entry is not None
     assert entry.computation == "computation 1"
-
-
-def test_an_id_is_entered_once() -> None:
-    ledger = _ledger((1, 0))
-    with pytest.raises(AssertionError):
-        ledger.begin(1, 0, "again")
-
-
-def test_only_a_tentative_entry_commits() -> None:
-    ledger: Ledger[str] = Ledger()
-    ledger.begin(1, 0, "running")
-    with pytest.raises(AssertionError):
-        ledger.commit(1, 0, keep_computation=False)
 
 
 def test_committed_and_uncommitted_are_by_round() -> None:

@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
-from swarm.generation.sampling import Sampling
-from swarm.pipeline.swarm_engine import SwarmEngine
-from swarm.rpc.local import LocalCall
-from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
 from swarm.stage.computation import Computation
-from swarm.stage.ledger import EntryState
 from tests.support.chain import (
     DILOCO,
     DROPOUT,
@@ -63,13 +58,6 @@ async def test_one_process_computes_the_same_bits_as_several(config: RunConfig) 
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-async def test_many_microbatches_in_flight_on_one_thread_all_count_once() -> None:
-    async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2), spans=True, one_thread=True) as chain:
-        await chain.train_all(range(8))
-        chain.assert_accumulated(range(8))
-        await eventually(lambda: chain.is_idle)
-
-
 def _computation(peer: Peer) -> Computation:
     entry = peer.stage.ledger.find(0)
     assert entry is not None
@@ -93,15 +81,6 @@ async def test_tensors_are_passed_by_reference() -> None:
             assert asks._reply is not None
             assert _is_same(answers.result().gradient, asks._reply.tensors[GRADIENT])
         await chain.ack(reply)
-
-
-async def test_text_passes_through() -> None:
-    found = []
-    for spans in (True, False):
-        async with running_chain(SYNCHRONOUS, spans=spans, one_thread=spans) as chain:
-            engine = SwarmEngine(chain.trainer, SYNCHRONOUS)
-            found.append([token async for token in engine.generate([1, 2, 3], Sampling(temperature=0.0), 10)])
-    assert found[0] == found[1]
 
 
 # -- which peer is chosen ----------------------------------------------------------------------------------------------
@@ -131,29 +110,6 @@ async def test_what_the_own_block_has_no_room_for_goes_to_others_and_bans_nobody
 
 
 # -- faults of the call itself -----------------------------------------------------------------------------------------
-
-
-async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, write = ManualClock(), LocalCall.write
-
-    async def lose(call: LocalCall, message: Any) -> None:
-        if isinstance(message, pb.TrainRequest) and message.HasField("ack"):
-            call.cancel()
-        await write(call, message)
-
-    async with running_chain(SYNCHRONOUS, clock=clock, spans=True, one_thread=True) as chain:
-        reply = await chain.train(0)
-        with monkeypatch.context() as patch:
-            patch.setattr(LocalCall, "write", lose)
-            await chain.ack(reply)
-        await eventually(
-            lambda: chain.states(0) == [EntryState.COMMITTED, None, None], meanwhile=lambda: clock.advance(0.5)
-        )
-        await eventually(lambda: chain.num_samples() == [2, 0, 0])
-        await chain.train_all([0], accumulate_only_at=1)
-        await chain.train_all([0], accumulate_only_at=2)
-        chain.assert_accumulated([0])
-        await eventually(lambda: chain.is_idle)
 
 
 @pytest.mark.parametrize("when", ["at once", "while it computes", "with an answer"])

@@ -157,18 +157,6 @@ async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held:
         assert 1 in peer.stage.ledger.committed(0)
 
 
-async def test_with_diloco_a_member_does_not_say_which_microbatches_it_has() -> None:
-    """A round may have more microbatches than a report may name, and no peer needs them."""
-    async with running_chain(DILOCO) as chain:
-        peer = chain.peers[0]
-        member = StageMember(peer.stage, num_alive=lambda: 1)
-        await chain.train_all(range(4))
-        assert peer.stage.ledger.committed(0) == {0, 1, 2, 3}
-        progress, contribution = member.progress(), await member.freeze(0, drop=())
-        assert (progress.committed, contribution.committed) == (frozenset(), frozenset())
-        assert progress.highest_microbatch == 3
-
-
 async def test_what_comes_while_a_closing_waits_for_the_compute_thread_does_not_join_the_sum() -> None:
     """So nothing has to be taken out again."""
     async with running_chain(SYNCHRONOUS) as chain:

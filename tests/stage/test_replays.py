@@ -10,7 +10,7 @@ from swarm.errors import Overloaded
 from swarm.stage.call import Incoming
 from swarm.training.samples import Microbatch
 from swarm.types import Block
-from tests.support.chain import ANY_HOP, INT8, SYNCHRONOUS, eventually, running_chain
+from tests.support.chain import ANY_HOP, SYNCHRONOUS, eventually, running_chain
 
 pytestmark = ANY_HOP
 
@@ -18,15 +18,6 @@ pytestmark = ANY_HOP
 @pytest.fixture(autouse=True)
 def _offered_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.stage.settings.synchronous.REPLAY_GAP_SECONDS", 0.05)
-
-
-async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:
-    async with running_chain(INT8) as whole, running_chain(INT8) as parts:
-        await whole.train_all([0])
-        for stage in (2, 0, 1):
-            await parts.train_all([0], accumulate_only_at=stage)
-        expected = whole.sums()
-        assert all(torch.equal(value, expected[name]) for name, value in parts.sums().items())
 
 
 async def test_a_replay_accumulates_only_where_it_is_missing() -> None:

@@ -225,18 +225,6 @@ async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() ->
         assert middle.weights.buckets.open().num_samples == 4
 
 
-async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
-    async with running_chain(SYNCHRONOUS) as chain:
-        first = chain.peers[0]
-        await first.runtime.control(first.weights.contribute)
-        training = asyncio.create_task(chain.train_all([0]))
-        await eventually(lambda: first.stage.counters["busy_replies"] > 1)
-        assert chain.num_samples() == [0, 0, 0]
-        await first.runtime.control(first.weights.reopen)
-        await training
-        chain.assert_accumulated([0])
-
-
 async def test_microbatches_of_the_round_before_the_last_are_stale() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         await begin_next_round([chain.peers[0]])

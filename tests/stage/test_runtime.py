@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import Overloaded
 from swarm.stage.runtime import MOST_AGES, Priority, Runtime, TaskQueue
-from swarm.stage.staging import Stopwatch
 from tests.support.chain import eventually
-from tests.support.manual_clock import ManualClock
 
 _OF_TRAINING = [Priority.CONTROL, Priority.BACKWARD, Priority.FORWARD]
 _ORDERS = st.lists(st.tuples(st.sampled_from(_OF_TRAINING), st.integers(0, 5)), max_size=20)
@@ -72,14 +70,6 @@ def test_a_full_queue_refuses_new_work() -> None:
     assert len(queue) == 2
 
 
-@pytest.mark.parametrize("priority", [Priority.CONTROL, Priority.BACKWARD])
-def test_a_full_queue_still_takes_what_ends_work(priority: Priority) -> None:
-    queue = TaskQueue(1)
-    queue.push(lambda: "forward", priority=Priority.FORWARD, age=0)
-    queue.push(lambda: "ends", priority=priority, age=0)
-    assert _popped(queue) == ["ends", "forward"]
-
-
 @pytest.fixture
 async def runtime() -> AsyncIterator[Runtime]:
     runtime = Runtime(queue_capacity=3)
@@ -95,46 +85,6 @@ def test_a_microbatch_keeps_its_age_at_all_blocks_of_a_thread() -> None:
     for index in range(1000, 1000 + MOST_AGES):
         runtime.age_of(index)
     assert runtime.age_of(7) > ages[3], "only the newest are remembered"
-
-
-async def test_how_the_thread_gets_on_is_known() -> None:
-    clock = ManualClock()
-    runtime = Runtime(queue_capacity=3, now=clock.monotonic)
-    runtime.start()
-    assert runtime.longest_seconds == 0.0
-    async with _Blocked(runtime):
-        clock.advance(5.0)
-        assert runtime.quiet_seconds == 5.0
-    assert runtime.longest_seconds == 5.0
-    assert runtime.quiet_seconds == 0.0
-    await runtime.control(lambda: clock.advance(2.0))
-    assert runtime.longest_seconds == 5.0
-    clock.advance(3.0)
-    assert runtime.quiet_seconds == 3.0
-    runtime.stop(5.0)
-
-
-async def test_the_seconds_of_tasks_are_added_up_while_they_run_too() -> None:
-    clock = ManualClock()
-    runtime = Runtime(queue_capacity=3, now=clock.monotonic, stopwatch=lambda: _DeviceWatch(2.0))
-    runtime.start()
-    async with _Blocked(runtime):
-        clock.advance(5.0)
-        assert runtime.busy_seconds == 5.0
-    clock.advance(3.0)
-    assert runtime.busy_seconds == 5.0
-    await runtime.control(lambda: clock.advance(0.5))
-    assert runtime.busy_seconds == 7.0, "the device took longer than the thread"
-    runtime.stop(5.0)
-
-
-class _DeviceWatch(Stopwatch):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._device_seconds = seconds
-
-    async def seconds(self) -> float:
-        return self._device_seconds
 
 
 class _Blocked:
@@ -159,52 +109,6 @@ class _Blocked:
 
     def release(self) -> None:
         self._release.set()
-
-
-async def test_seconds_are_those_of_the_device_that_does_the_work() -> None:
-    """When the thread has finished, a GPU has hardly begun."""
-    done = asyncio.Event()
-
-    class Watch(Stopwatch):
-        async def seconds(self) -> float:
-            await done.wait()
-            return 3.0
-
-    runtime = Runtime(queue_capacity=3, stopwatch=Watch)
-    runtime.start()
-    try:
-        running = asyncio.create_task(runtime.run(lambda: 1, priority=Priority.FORWARD))
-        await asyncio.sleep(0.05)
-        assert not running.done()
-        assert runtime.queue_length == 0, "the thread could take the next task"
-        done.set()
-        assert await running == (1, 3.0)
-    finally:
-        runtime.stop(5.0)
-
-
-async def test_an_error_reaches_its_caller_and_nobody_else(runtime: Runtime) -> None:
-    with pytest.raises(ZeroDivisionError):
-        await runtime.control(lambda: 1 // 0)
-    assert await runtime.control(lambda: 1) == 1
-
-
-async def test_waiting_tasks_run_by_priority_and_age(runtime: Runtime) -> None:
-    order: list[str] = []
-
-    def note(name: str) -> Callable[[], None]:
-        return lambda: order.append(name)
-
-    async with _Blocked(runtime) as blocked, asyncio.TaskGroup() as tasks:
-        tasks.create_task(runtime.run(note("forward"), priority=Priority.FORWARD, age=0))
-        tasks.create_task(runtime.run(note("backward 2"), priority=Priority.BACKWARD, age=2))
-        tasks.create_task(runtime.run(note("backward 1"), priority=Priority.BACKWARD, age=1))
-        tasks.create_task(runtime.control(note("control")))
-        await asyncio.sleep(0)
-        assert runtime.queue_length == 5, "four that wait and one that runs"
-        blocked.release()
-    assert order == ["control", "backward 1", "backward 2", "forward"]
-    await eventually(lambda: runtime.queue_length == 0)  # A result is there a moment before the thread is free.
 
 
 async def test_cancelled_work_that_waits_never_runs(runtime: Runtime) -> None:
@@ -265,20 +169,6 @@ async def test_stop_cancels_what_waits_and_refuses_what_comes_later(runtime: Run
             await task
         with pytest.raises(asyncio.CancelledError):
             await runtime.control(int)
-
-
-def _collect() -> None:
-    gc.collect()
-
-
-async def test_an_idle_thread_keeps_no_result_alive(runtime: Runtime) -> None:
-    class Large:
-        pass
-
-    result, _ = await runtime.run(Large, priority=Priority.FORWARD)
-    alive = weakref.ref(result)
-    del result
-    await eventually(lambda: alive() is None, meanwhile=_collect)
 
 
 async def test_an_error_that_is_kept_keeps_nothing_of_the_failed_task(runtime: Runtime) -> None:

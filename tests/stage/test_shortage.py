@@ -46,13 +46,6 @@ def test_each_failure_halves_what_is_in_flight_and_the_graphs(caplog: pytest.Log
     assert len(caplog.records) == 3
 
 
-def test_what_was_in_flight_before_says_nothing_new() -> None:
-    shortage = _shortage()
-    for _ in range(8):
-        shortage.failed(CPU, num_reductions=0, in_flight=8)
-    assert (shortage.most_in_flight, shortage.fault) == (4, None)
-
-
 def test_failures_in_a_row_at_one_microbatch_are_the_end() -> None:
     shortage = _shortage()
     shortage.failed(GPU, num_reductions=0, in_flight=1)

@@ -3,7 +3,6 @@
 import heapq
 import itertools
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -41,24 +40,6 @@ def test_slots_shrink_slowly_while_work_piles_up_and_never_below_the_least() -> 
         count.freed()
     queue_length = 0
     assert count.size == 4
-
-
-def test_while_work_piles_up_there_are_no_more_than_the_least() -> None:
-    """A refused caller goes to another peer, and less is lost if this peer dies."""
-    queue_length = 0
-    count = SlotCount(4, 64, lambda: queue_length)
-    for _ in range(16):
-        count.refused(idle=True)
-    queue_length = PILE
-    assert count.size == 4
-    queue_length = PILE - 1
-    assert count.size == 20
-
-
-def test_a_least_that_is_more_than_the_largest_stays() -> None:
-    count = SlotCount(16, 0, lambda: 0)
-    count.refused(idle=True)
-    assert count.size == 16
 
 
 @dataclass
@@ -126,11 +107,6 @@ def test_a_peer_is_kept_busy_however_long_its_microbatches_are_away(away_seconds
     assert network.largest_queue <= PILE
 
 
-def test_with_a_fixed_number_it_is_not() -> None:
-    network = _Network(compute_seconds=0.02, away_seconds=0.5, largest=4)
-    assert network.run(seconds=40.0) == pytest.approx(4 * 0.02 / 0.52, rel=0.1)
-
-
 # -- who gets one -----------------------------------------------------------------------------------------------------
 
 RETRY = 0.5
@@ -153,14 +129,6 @@ def _taken(slots: Slots, caller: str, *, idle: bool = False) -> bool:
     except Overloaded as busy:
         return busy.retry_after_seconds != RETRY
     return True
-
-
-def test_one_caller_alone_may_take_all() -> None:
-    slots = Slots(_count(3), ManualClock())
-    assert [_taken(slots, "a") for _ in range(4)] == [True, True, True, False]
-    slots.give_back("a")
-    assert (slots.num_held, slots.num_free) == (2, 1)
-    assert _taken(slots, "a")
 
 
 def test_a_flood_leaves_the_others_their_share() -> None:
@@ -200,69 +168,3 @@ def test_a_slot_is_not_kept_for_somebody_who_went_elsewhere() -> None:
     assert not _taken(slots, "a")
     clock.advance(PATIENCE_SECONDS + 2 * RETRY)
     assert _taken(slots, "a")
-
-
-def test_equals_do_not_wait_for_each_other() -> None:
-    slots = Slots(_count(3), ManualClock())
-    assert [_taken(slots, caller) for caller in "abab"] == [True, True, True, False]
-    slots.give_back("a")
-    assert _taken(slots, "a")
-
-
-def test_newcomers_are_never_kept_from_a_free_slot_by_each_other() -> None:
-    slots = Slots(_count(1), ManualClock())
-    assert _taken(slots, "a")
-    assert not _taken(slots, "b")
-    assert not _taken(slots, "c")
-    slots.give_back("a")
-    assert _taken(slots, "d")
-    with pytest.raises(Overloaded, match="1 microbatch in flight"):
-        slots.take("b", busy_seconds=RETRY)
-
-
-def test_who_would_find_the_peer_idle_gets_one_more_slot() -> None:
-    slots = Slots(_count(2, largest=3), ManualClock())
-    assert [_taken(slots, "a") for _ in range(3)] == [True, True, False]
-    assert [_taken(slots, "a", idle=True) for _ in range(2)] == [True, False]
-
-
-def test_a_flood_that_leaves_the_peer_idle_gets_no_slot_that_is_kept_for_another() -> None:
-    count = _count(2, largest=64)
-    slots = Slots(count, ManualClock())
-    assert [_taken(slots, "flood") for _ in range(2)] == [True, True]
-    assert not _taken(slots, "quiet")
-    assert not any(_taken(slots, "flood", idle=True) for _ in range(100))
-    assert count.size == 3, "the one that is kept"
-    assert _taken(slots, "quiet")
-
-
-def test_a_reply_grants_one_free_slot_at_most() -> None:
-    slots = Slots(_count(2), ManualClock())
-    granted = [slots.grants(has_others=False)]
-    for _ in range(2):
-        slots.take("a", busy_seconds=0.0)
-        granted.append(slots.grants(has_others=False))
-    assert granted == [1, 1, 0]
-
-
-@pytest.mark.parametrize(("queue_length", "taken"), [(0, True), (1, True), (2, False), (9, False)])
-def test_who_has_other_peers_to_ask_is_left_to_them_while_something_waits_here(queue_length: int, taken: bool) -> None:
-    slots = Slots(SlotCount(9, 9, lambda: queue_length), ManualClock())
-    assert slots.grants(has_others=True) == taken
-    with nullcontext() if taken else pytest.raises(Overloaded, match="work waits here already"):
-        slots.take("a", busy_seconds=RETRY, has_others=True)
-    assert slots.num_held == taken
-    slots.take("a", busy_seconds=RETRY)
-    assert slots.grants(has_others=False) == 1
-
-
-def test_nothing_is_kept_for_who_was_left_to_others() -> None:
-    queue_length = 2
-    count = SlotCount(4, 64, lambda: queue_length)
-    slots = Slots(count, ManualClock())
-    for _ in range(9):
-        with pytest.raises(Overloaded):
-            slots.take("b", busy_seconds=RETRY, idle=True, has_others=True)
-    queue_length = 0
-    assert [_taken(slots, "a") for _ in range(4)] == [True] * 4, "nor do slots grow by it"
-    assert count.size == 4

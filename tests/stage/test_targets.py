@@ -160,19 +160,3 @@ async def test_what_cannot_be_is_refused_at_every_stage(name: str, value: int) -
     for stage in Member(config).stages:
         with pytest.raises(MalformedMessage):
             await stage.function.checked({**batch, HIDDEN: torch.zeros(2, 16, 32)})
-
-
-def test_what_is_taken_out_leaves_what_others_taught() -> None:
-    config = dataclasses.replace(partial_config(num_stages=1))
-    member, stage = Member(config), Member(config).stages[0]
-    member.train(3)
-    expected = member.close()[0]
-    _, _, kept = stage.forward_loss(3, 0, partial_samples(config, 3), accumulate=True)
-    _, _, undone = stage.forward_loss(0, 0, partial_samples(config, 0), accumulate=True)
-    assert kept is not None
-    assert undone is not None
-    stage.roll_back([undone])
-    stage.settle(kept)
-    closing = stage.weights.contribute()
-    assert (closing.num_samples, closing.num_targets) == (expected.num_samples, expected.num_targets)
-    assert_close(closing.tensors, expected.tensors, 1e-5)

@@ -200,14 +200,6 @@ async def test_a_caller_that_says_nothing_for_long_is_noticed(monkeypatch: pytes
         await eventually(lambda: chain.states(0)[2] is None, meanwhile=lambda: clock.advance(1.0))
 
 
-@pytest.mark.parametrize(
-    ("stage", "way_seconds", "seconds"),
-    [(0, 1000.0, 7.0), (1, 0.0, 120.0), (1, -1e300, 120.0), (15, 50.0, 300.0), (15, 1e300, 3600.0)],
-)
-def test_seconds_that_an_ack_is_waited_for(stage: int, way_seconds: float, seconds: float) -> None:
-    assert servicer.ack_seconds(stage, way_seconds) == seconds
-
-
 @ANY_HOP
 async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> None:
     """A late gradient has already begun the next batch. The two incomplete batches together would fill one, but neither

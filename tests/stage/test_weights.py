@@ -58,6 +58,9 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     assert newcomer.state_digest() == digest
     assert (newcomer.round.number, newcomer.num_unstepped_samples) == (1, 0)
     assert newcomer.anchor(0) is None
+    average = gradients(8)
     for weights in (holder, newcomer):
-        end_round(weights, gradients(8), total_squared_norm=1.0, num_members=2, lineage="b")
+        end_round(weights, average, total_squared_norm=1.0, num_members=2, lineage="b")
     assert newcomer.state_digest() == holder.state_digest()
+    # Other peers are still sent the average.
+    assert_same(average, gradients(8))

@@ -7,36 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarm.averaging.agreement.timing import OWNER_PATIENCE
 from swarm.averaging.wire.transport import AVERAGE, BEGIN
-from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import QUICK, Peer, broken, network_of, peer_id, stages, until
 from tests.averaging.fake_stage import make_config
 from tests.averaging.outcomes import assert_equal_and_once, expected_mean, result_vector
 from tests.support.virtual_time import in_virtual_time
-
-
-@in_virtual_time
-async def test_member_killed_in_exchange_is_not_counted() -> None:
-    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
-        members = stages(network, 1, 2, 3)
-
-        async def before(name: str, source: int, target: int) -> None:
-            if name == "Exchange" and source == 2:
-                network.kill(2)
-
-        network.before = before
-        members[1].learn(4, 5)
-        members[2].learn(2, 3)
-        await asyncio.sleep(0.1)
-        members[0].learn(0, 1)
-        survivors = [members[0], members[2]]
-        await until(lambda: all(stage.round == 1 for stage in survivors))
-        assert_equal_and_once(survivors)
-        assert survivors[0].results[0].num_samples == 8
-        assert survivors[0].results[0].attempts > 1
-        np.testing.assert_allclose(result_vector(survivors[0]), expected_mean(0, 1, 2, 3), rtol=1e-5, atol=1e-6)
 
 
 @in_virtual_time
@@ -159,21 +135,6 @@ async def test_who_comes_to_another_result_than_the_others_is_named_and_left_out
         assert members[0].results[0].members == (peer_id(1), peer_id(2))
 
 
-@in_virtual_time
-async def test_of_two_members_with_different_results_nobody_can_say_which_is_wrong(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
-        members, liar = stages(network, 1, 2), network.peers[peer_id(2)]
-        make_up_results(liar)
-        members[0].learn(0)
-        members[1].learn(1)
-        told = f"{peer_id(1)}, {peer_id(2)} came to different results, and nobody can say which of them is wrong"
-        await until(lambda: told in caplog.text)
-        liar.instead.clear()
-        await until(lambda: all(stage.round == 1 for stage in members))
-
-
 @pytest.mark.parametrize(
     ("attempt", "holders", "told"),
     [
@@ -220,43 +181,6 @@ async def test_two_members_that_cannot_reach_each_other_exchange_through_their_l
         assert (len(members[0].results[0].members), members[0].results[0].attempts) == (3, 2)
 
 
-@in_virtual_time
-async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> None:
-    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
-        members = stages(network, 1, 2, 3)
-
-        async def before(name: str, source: int, target: int) -> None:
-            if name == "Exchange" and 3 in (source, target):
-                raise PeerUnavailable("only its small messages come through", is_unreachable=True)
-
-        network.before = before
-        members[1].learn(2, 3)
-        members[2].learn(4, 5)
-        await asyncio.sleep(0.1)
-        members[0].learn(0, 1)
-        await until(lambda: all(stage.round == 1 for stage in members[:2]))
-        assert_equal_and_once(members[:2])
-        assert len(members[0].results[0].members) == 2
-
-
-@pytest.mark.parametrize("fault", ["refusal", "late"])
-@in_virtual_time
-async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str) -> None:
-    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
-        members = stages(network, 1, 2, 3)
-        broken(network, 3, "Average", fault)
-        members[1].learn(2)
-        members[2].learn(4, 5)
-        await asyncio.sleep(0.1)
-        members[0].learn(0)
-        averager = network.peers[peer_id(1)].averager
-        await until(lambda: averager.counters().attempts > 0)
-        members[0].learn(1)
-        members[1].learn(3)
-        await until(lambda: all(stage.round == 1 for stage in members[:2]))
-        assert len(members[0].results[0].members) == 2
-
-
 @pytest.mark.parametrize(
     ("method", "fault"),
     [("Begin", "error"), ("Begin", "late"), ("Average", "error"), ("Average", "refusal"), ("Average", "late")],
@@ -282,45 +206,6 @@ async def test_what_a_member_has_that_fails_is_had_from_others(method: str, faul
         members[1].learn(5)
         await until(lambda: all(stage.round == 1 for stage in members[:2]), seconds=30.0)
         assert_equal_and_once(members[:2])
-
-
-@in_virtual_time
-async def test_who_refuses_once_is_asked_again() -> None:
-    """The member may have lost the connection to its leader for a moment."""
-    async with network_of(make_config("diloco"), 1, 2, 3) as network:
-        members = stages(network, 1, 2, 3)
-        broken(network, 3, "Average", "refusal")
-
-        async def heal(name: str, source: int, target: int) -> None:
-            if (name, target) == ("Average", 3):
-                network.peers[peer_id(3)].instead.clear()
-
-        network.after = heal
-        members[0].learn(0, 1)
-        members[1].learn(2, 3)
-        members[2].learn(4, 5)
-        await until(lambda: all(stage.round == 1 for stage in members))
-        assert (len(members[0].results[0].members), members[0].results[0].attempts) == (3, 2)
-
-
-@in_virtual_time
-async def test_a_line_that_stands_still_is_given_up_long_before_an_exchange_takes_too_long() -> None:
-    async with network_of(make_config("diloco"), 1, 2, 3) as network:
-        members = stages(network, 1, 2, 3)
-
-        async def before(name: str, source: int, target: int) -> None:
-            if {source, target} == {2, 3}:
-                await asyncio.Event().wait()
-
-        network.before = before
-        members[0].learn(0, 1)
-        members[1].learn(2, 3)
-        members[2].learn(4, 5)
-        began_at = asyncio.get_running_loop().time()
-        await until(lambda: all(stage.round == 1 for stage in members))
-        seconds = asyncio.get_running_loop().time() - began_at
-        assert seconds < 2 * QUICK.report_seconds < OWNER_PATIENCE * QUICK.average_seconds
-        assert len(members[0].results[0].members) == 3
 
 
 @in_virtual_time

@@ -146,10 +146,6 @@ def test_a_newcomer_follows_the_only_holder() -> None:
     assert Peer(0).hear(a=voice(at(LIAR))) == at(LIAR)
 
 
-def test_newcomers_that_come_at_once_follow_the_only_holder() -> None:
-    assert Peer(0).hear(a=voice(at(50)), b=Voice(standing=at(0)), c=Voice(standing=at(0))) == at(50)
-
-
 def test_a_newcomer_follows_what_most_hold() -> None:
     newcomer = Peer(0)
     assert newcomer.hear(liar=voice(at(LIAR, "x")), a=voice(at(7)), b=voice(at(8))) == at(7)
@@ -265,15 +261,6 @@ def test_one_that_comes_back_or_goes_is_not_shown_for_good() -> None:
     assert [line.split()[0] for line in peer.branches.refusals] == ["y"]
     peer.clock.advance(100.0)
     assert not peer.branches.refusals
-
-
-def test_why_one_alone_is_refused_is_said() -> None:
-    peer = Peer(5)
-    for _ in range(3):
-        peer.hear(a=voice(at(LIAR)))
-        peer.branches.stay()
-        peer.clock.advance(PATIENCE_SECONDS)
-    assert "1 of 2 stand behind it, and the run cannot have come so far" in peer.branches.refusals[0]
 
 
 def test_made_up_holders_do_not_fill_the_memory() -> None:

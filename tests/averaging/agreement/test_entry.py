@@ -35,7 +35,7 @@ class SizedStage(FakeStage):
 class SlowLine(Network):
     """A stage of two peers, 2 and 3, whose rounds take half a second, and newcomer 1, which is behind a slow line."""
 
-    def __init__(self, config: RunConfig, *, samples_per_second: float = 2.0 * ROUND_SAMPLES) -> None:
+    def __init__(self, config: RunConfig) -> None:
         super().__init__(config, SizedStage)
         # Nothing here happens faster than within seconds, so that peers need not report as often as elsewhere.
         self.timing = dataclasses.replace(
@@ -43,14 +43,13 @@ class SlowLine(Network):
             report_seconds=1.2, fresh_seconds=1.6, takeover_seconds=1.6,
         )  # fmt: skip
         self._announced: dict[str, PeerRecord] = {}
-        self.samples_per_second = samples_per_second
         self.line_seconds = 8.0
         """The time that any message with tensors takes to the newcomer or from it."""
         self.before = self._before
         self.members = [self.add(number).stage for number in (2, 3)]
 
     def directory(self, block: Block) -> list[PeerRecord]:
-        rate = self.samples_per_second / len(self.peers)
+        rate = 2.0 * ROUND_SAMPLES / len(self.peers)
         for each in super().directory(block):
             said = self._announced.get(each.peer_id)
             if said is None or (said.samples_per_second, said.round, said.lineage) != (rate, each.round, each.lineage):
@@ -73,13 +72,10 @@ class SlowLine(Network):
 
 
 @asynccontextmanager
-async def slow_line(**changes: float) -> AsyncIterator[SlowLine]:
-    network = SlowLine(make_config("synchronous", microbatches=ROUND_MICROBATCHES), **changes)
-    try:
+async def slow_line() -> AsyncIterator[SlowLine]:
+    async with SlowLine(make_config("synchronous", microbatches=ROUND_MICROBATCHES)) as network:
         await network.commit(*network.members)
         yield network
-    finally:
-        await network.stop()
 
 
 @in_virtual_time
@@ -126,13 +122,6 @@ async def test_it_takes_part_once_its_line_is_better(monkeypatch: pytest.MonkeyP
 
 
 @in_virtual_time
-async def test_where_rounds_take_longer_than_its_exchange_it_takes_part() -> None:
-    async with slow_line(samples_per_second=ROUND_SAMPLES / 600.0) as network:
-        _, joining = network.add_newcomer()
-        await asyncio.wait_for(joining, 120.0)
-
-
-@in_virtual_time
 async def test_it_serves_once_nobody_else_holds_the_stage() -> None:
     async with slow_line() as network:
         newcomer, joining = network.add_newcomer()
@@ -168,10 +157,6 @@ def test_long_rounds_and_diloco_keep_nobody_out(rate: float, setting: str) -> No
     assert entry(rate=rate, setting=setting).slowness is None
 
 
-def test_where_nobody_has_measured_nobody_is_kept_out() -> None:
-    assert entry(rate=0.0).slowness is None
-
-
 def seen(judged: Entry, *rounds: tuple[float, int]) -> Entry:
     """Let the peer see the group in each of these rounds, at the given time."""
     for now, group_round in rounds:
@@ -191,25 +176,12 @@ def test_one_round_that_was_seen_late_is_no_short_round() -> None:
     assert judged.slowness is None
 
 
-def test_a_pause_is_no_long_round() -> None:
-    judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (1.0, 8), (2.0, 9), (3600.0, 10), (3601.0, 11))
-    assert judged.slowness is not None
-    assert (judged.slowness.round_seconds, judged.slowness.is_certain) == (1.0, True)
-
-
 def test_of_few_rounds_nothing_is_concluded() -> None:
     """The peer stays out for now: these times may have been a pause, or only the end of a round."""
     judged = seen(entry(rate=ROUND_SAMPLES), (0.0, 7), (100.0, 8), (100.5, 9), (100.5, 9))
     assert judged.slowness is not None
     assert not judged.slowness.is_certain
     assert "has gone on 2 times of 3" in judged.slowness.in_words
-
-
-def test_a_slower_download_does_not_tell_that_the_line_became_slower() -> None:
-    judged = entry(rate=ROUND_SAMPLES)
-    judged.downloaded(12e6, seconds=1.0, now=70.0)
-    judged.downloaded(200_000.0, seconds=60.0, now=130.0)
-    assert judged.slowness is None
 
 
 def test_a_faster_download_lets_a_peer_in() -> None:

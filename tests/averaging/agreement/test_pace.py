@@ -3,7 +3,7 @@
 import pytest
 
 from swarm.averaging.agreement.messages import Standing
-from swarm.averaging.agreement.pace import LEAST_SECONDS, PACE_FACTOR, PACE_ROUNDS, REMEMBERED_ROUNDS, Pace, RunPace
+from swarm.averaging.agreement.pace import PACE_FACTOR, PACE_ROUNDS, REMEMBERED_ROUNDS, Pace, RunPace
 from tests.support.manual_clock import ManualClock
 
 
@@ -22,22 +22,6 @@ def test_who_applies_rounds_slower_never_arrives() -> None:
     losing = pace(10.0, applied=2, committed=3)
     assert losing.is_losing
     assert losing.seconds_left is None
-
-
-def test_who_is_as_fast_may_be_a_little_faster() -> None:
-    """Rounds are whole: of rounds of 4.0 s and of 4.5 s, equally many end within 8 s."""
-    equal = pace(8.0, applied=2, committed=2)
-    assert not equal.is_losing
-    assert equal.stands_still
-    assert equal.seconds_left is None
-
-
-def test_of_a_moment_nothing_is_concluded() -> None:
-    burst = pace(0.9 * LEAST_SECONDS, applied=1, committed=3)
-    assert not burst.is_losing
-    assert not burst.stands_still
-    assert burst.seconds_left is None
-    assert not pace(10.0, applied=0, committed=0).is_losing
 
 
 # -- the run's pace ----------------------------------------------------------------------------------------------------

@@ -244,16 +244,6 @@ async def test_what_is_given_up_early_is_told_to_those_who_wait() -> None:
         await side.result()
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp16", "fp32"])
-async def test_codecs_that_drop_little_keep_nothing(codec: str) -> None:
-    members = Members(codec)
-    for size in (1, 2, 5):
-        brought = {str(i): _contribution(i, 1) for i in range(size)}
-        _, averages = await members.exchange(brought)
-        members.commit(averages)
-    assert all(exchanges.residual_bytes == 0 for exchanges in members.all.values())
-
-
 async def test_another_state_owes_nothing() -> None:
     members = Members("topk")
     _, averages = await members.exchange({"0": _contribution(0, 2)})

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from swarm.averaging.vectors.shared import TiedParameters
-from swarm.averaging.wire.transport import contact_of
 from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -205,15 +204,6 @@ async def test_a_stage_that_lost_its_samples_does_not_hold_up_for_good_who_share
         alive = [stages[0], stages[1], stages[3]]
         await until(lambda: all(stage.round == 2 for stage in alive))
         assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
-
-
-@in_virtual_time
-async def test_where_nobody_else_is_known_an_average_cannot_be_had() -> None:
-    shared = TiedParameters(make_context(record(1), config=tied()))
-    own = pb.Partner(stage=0, digest="ab", contact=contact_of(record(1)))
-    other = pb.Partner(stage=1, digest="cd", contact=contact_of(record(2, 1)))
-    with pytest.raises(PeerUnavailable, match="no peer at stage 0 has its average of round 0"):
-        await shared.sum(0, [own, other], tied().averaging)
 
 
 @in_virtual_time

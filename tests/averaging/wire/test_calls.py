@@ -56,14 +56,6 @@ async def test_answers_and_errors_come_back_by_member() -> None:
 
 
 @in_virtual_time
-async def test_what_comes_at_once_is_in_the_order_of_the_members() -> None:
-    """So if two members are equally to blame, a leader blames the same one in every run."""
-    network = Network(*[0.01] * 50, *[0.9] * 50)
-    network.silent = {peer_id(number) for number in range(50, 100)}
-    assert list(await network.replies()) == list(members(100))
-
-
-@in_virtual_time
 async def test_a_silent_member_is_not_waited_for_and_a_busy_one_is() -> None:
     network = Network(0.0, 0.9, 0.3)
     network.silent = {peer_id(1)}

@@ -94,19 +94,6 @@ def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> 
     assert weights.num_unstepped_samples == 2
 
 
-def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
-    weights = weights_in("diloco")
-    version, closing = weights.version, weights.buckets.open()
-    closing.num_tentative = 2
-    accumulate(weights, *range(2))
-    for number in range(2):
-        closing.take_out([2 * gradient for gradient in gradients(number).values()], Amount(2, 2))
-    closing.num_tentative = 0
-    weights.step_if_due()
-    assert weights.version is version
-    assert (weights.round_samples, weights.num_unstepped_samples) == (0, 0)
-
-
 def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
     """With a staleness of one there are the newest version and two older ones, and no fourth."""
     weights, events = recorded()
@@ -122,20 +109,6 @@ def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
     late.users = 0
     weights.step_if_due()
     assert events.taken == [(0, 4), (1, 4), (2, 4)]
-
-
-def test_staleness_counts_the_versions_between_a_forward_and_its_step() -> None:
-    weights = weights_in("diloco")
-    first = weights.version.number
-    for number in range(4):
-        # The second batch was computed before the first one's step.
-        weights.buckets.open().versions[first] += 1
-        accumulate(weights, number)
-    steps = weights.inner_steps
-    assert (steps.count, steps.samples, steps.microbatches) == (2, 8, 4)
-    assert (steps.staleness, steps.largest_staleness) == (2, 1)
-    end_round(weights, weights.contribute().tensors, num_samples=8)
-    assert weights.inner_steps.count == 0, "each round is counted by itself"
 
 
 def test_the_inner_rate_counts_what_the_other_members_do_meanwhile() -> None:
@@ -250,18 +223,6 @@ def test_what_was_learnt_after_the_closing_that_is_decided_is_carried_over(decid
     assert_same(weights.contribute().tensors, {name: -value for name, value in change.items()})
 
 
-def test_an_aborted_exchange_keeps_the_steps_taken_meanwhile() -> None:
-    weights = overlapping(1)
-    anchor = values_of(weights.masters)
-    accumulate(weights, *range(2))
-    weights.contribute()
-    accumulate(weights, *range(2, 4))
-    weights.reopen()
-    closing = weights.contribute()
-    assert closing.num_samples == 8
-    assert_same(closing.tensors, {name: anchor[name] - weights.masters[name] for name in anchor})
-
-
 def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> None:
     weights = overlapping(0, num_fragments=2)
     start = values_of(weights.masters)
@@ -281,16 +242,6 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
         torch.testing.assert_close(weights.masters[name].detach(), start[name])
         assert torch.equal(weights.masters[other].detach(), before[other])
     assert samples == [4, 8, 8, 8]
-
-
-def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
-    weights = weights_in("diloco")
-    accumulate(weights, *range(2))
-    average = weights.contribute().tensors
-    accumulate(weights, *range(2, 4))
-    end_round(weights, average)
-    weights.step_if_due()
-    assert (weights.round.number, weights.round_samples, weights.num_unstepped_samples) == (1, 4, 0)
 
 
 @pytest.mark.parametrize(

@@ -48,23 +48,6 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
         assert (current.lineage, current.closed, weights.round_samples) == (f"after {number}", False, 0)
 
 
-def test_synchronous_weights_never_step_on_their_own() -> None:
-    weights = weights_in("synchronous")
-    version = weights.version
-    accumulate(weights, *range(20))
-    assert weights.version is version
-
-
-def test_a_reopened_round_goes_on_with_what_it_had() -> None:
-    weights = weights_in("synchronous")
-    accumulate(weights, 0)
-    weights.contribute()
-    weights.reopen()
-    accumulate(weights, 1)
-    expected = {name: (gradients(0)[name] + gradients(1)[name]) / 2 for name in gradients(0)}
-    assert_same(weights.contribute().tensors, expected)
-
-
 def test_a_round_is_stepped_under_the_amendments_of_its_result() -> None:
     given: dict[str, float | str] = {"learning_rate": 0.1, "weight_decay": 0.0}
     later: dict[str, float | str] = {"learning_rate": 0.02, "weight_decay": 0.1, "clip_norm": 0.5}
