@@ -253,8 +253,7 @@ class Computation(HopListener):
         try:
             async with self._turn:
                 await self._backend.function.checked(self.order.wire_inputs)
-                run = self._run_last if self._backend.is_last else self._run_through
-                result = self._earlier_answer() or await run()
+                result = self._earlier_answer() or await (self._run_last if self._hop is None else self._run_through)()
                 if self._accumulated is not None:
                     await self._accumulated.sketch.arrived()
                 self._result = result
