@@ -15,7 +15,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 
 RUN, BLOCK = "run.0123", Block(1)
-PEERS = sorted((identity.generate() for _ in range(120)), key=lambda who: who.peer_id)
+PEERS = sorted((identity.generate() for _ in range(80)), key=lambda who: who.peer_id)
 IDS = {who.peer_id for who in PEERS}
 
 
@@ -44,7 +44,7 @@ class Swarm:
 
 async def test_of_many_peers_a_reader_knows_some_and_finds_all() -> None:
     swarm = Swarm()
-    await swarm.live(8)
+    await swarm.live(6)
     first = keys.of_block(RUN, BLOCK)
     assert len(await swarm.store.get(first)) <= KEPT
     assert {record.peer_id for record in await swarm.reader.peers(BLOCK)} == IDS
