@@ -38,7 +38,11 @@ class Identity:
 
     def sign_with_point(self, message: bytes) -> tuple[bytes, bytes]:
         """The public key's point, of which the id is the digest, and the signature."""
-        return certificates.point_of(self._key.public_key()), self.sign(message)
+        return self._point, self.sign(message)
+
+    @cached_property
+    def _point(self) -> bytes:
+        return certificates.point_of(self._key.public_key())
 
     @cached_property
     def _key(self) -> ec.EllipticCurvePrivateKey:

@@ -43,6 +43,8 @@ CHECK_SECONDS = 120.0
 """Longest wait for one peer's verdict: it first gets the tensors, over a line that may be slow."""
 WITNESS_SECONDS = 5.0
 """Longest wait until a peer has taken statements. Meanwhile others gather."""
+GATHER_SECONDS = 0.25
+"""So long statements gather before they are passed on, because each call costs much more than a statement."""
 MOST_SIGNED = 256
 """The most statements that wait to be passed on. Further ones are let go."""
 MOST_DRAWN = 4
@@ -182,7 +184,7 @@ class SpotChecks:
                 share = max(share, of_anchored)
             elif of_anchored < MOST_ANCHORED:
                 share /= 2
-        return self._rng.random() < max(share, (1 + num_right) ** -2)
+        return self._rng.random() < max(share, (1 + num_right) ** -3)
 
     def _note_signed(self, peer: PeerId, microbatch: Microbatch, *, is_signed: bool) -> None:
         """Leave a peer alone that leaves its answers unsigned, while others sign theirs: of these it could contribute
@@ -213,17 +215,22 @@ class SpotChecks:
             await self._check(await self._drawn.get())
 
     async def _pass_on(self) -> Never:
-        """Pass each peer's statements on to others, of which the peer does not know which. So it has to contribute to
-        the average what it has signed."""
+        """Pass each peer's statements on to another one, of which the peer does not know which. So it has to contribute
+        to the average what it has signed."""
         while True:
             signed = [await self._signed.get()]
-            while not self._signed.empty():  # Those that came while the last ones were passed on.
+            await asyncio.sleep(GATHER_SECONDS)
+            while not self._signed.empty():
                 signed.append(self._signed.get_nowait())
             others = {peer: self._others(peer) for peer in dict(signed)}
+            # One for all, but for its own statements.
+            candidates = sorted({each for some in others.values() for each in some})
+            order = self._rng.sample(candidates, len(candidates))
+            witnesses = {peer: next((each for each in order if each in some), None) for peer, some in others.items()}
             chosen = defaultdict[PeerId, list[pb.Statement]](list)
             for peer, statement in signed:
-                if others[peer]:
-                    chosen[self._rng.choice(others[peer])].append(statement)
+                if (witness := witnesses[peer]) is not None:
+                    chosen[witness].append(statement)
             address = address_of(self._run_id, self._block)
             requests = {other: pb.SpotCheckRequest(address=address, statements=each) for other, each in chosen.items()}
             await asyncio.gather(*(self._ask(other, each, WITNESS_SECONDS) for other, each in requests.items()))
