@@ -87,7 +87,7 @@ async def test_of_answers_from_the_anchor_one_is_enough_in_any_round_and_among_t
 
 async def test_an_answer_from_the_anchor_stands_for_those_since_the_last_one() -> None:
     # The first ones are checked more often, of either kind.
-    drawn = (0.0, 0.2, 1.0, 1.0, 1.0, 0.35, 0.2)
+    drawn = (0.0, 0.12, 1.0, 1.0, 1.0, 0.35, 0.2)
     assert (await _checked([RIGHT] * 7, share=0.1, drawn=drawn, anchored=[0, 1, 5, 6]))[1] == [0, 1, 5]
     # Others are checked half as often for a while.
     drawn = (0.0, 0.0, 0.0, 0.0, 0.12, 0.12, 0.12)
