@@ -37,6 +37,9 @@ SUM_DEVIATIONS = 4.0
 REPEATED_COSINE, NEW_COSINE = 0.98, 0.9
 """A contribution repeats an earlier one if its cosine with that is above the first value, and that of most other
 members with their earlier ones is below the second one."""
+SAME_CHANGE, NEW_CHANGE = 1e-3, 0.05
+"""It is the very same if it differs by less than the first share of the norm, and most members' differ from their
+earlier ones by more than the second."""
 NUM_REMEMBERED = 1 << 14
 """The elements of each member's last contribution that are remembered."""
 LEAST_REMEMBERED = 64
@@ -96,11 +99,13 @@ class Comparison:
         amounts = np.array([max(1, self.amounts[peer]) for peer in peers], dtype=float)
         products = [(name, rows, _products([parts[peer][rows] for peer in peers])) for name, rows in self._places()]
         whole = sum(each for _, _, each in products)
+        again = "it is the one that it gave before"
+        repeated = self.memory.repeated({peer: parts[peer] for peer in peers}, self.part)
         # To send one vector twice is no matter of chance.
         found = {
-            peer: Deviation(peer_id=peer, reason="it is the one that it gave before", is_computed=True, is_clear=True)
-            for peer in self.memory.repeated({peer: parts[peer] for peer in peers}, self.part)
-        }
+            peer: Deviation(peer_id=peer, reason=again, is_computed=True, is_clear=True)
+            for peer, is_same in repeated.items() if is_same
+        }  # fmt: skip
         for name, size, each in [
             ("", length, whole), *((name, rows.stop - rows.start, each) for name, rows, each in products)
         ]:  # fmt: skip
@@ -109,6 +114,8 @@ class Comparison:
                 for index, reason, is_clear in _out_of_line(np.asarray(each), amounts, size):
                     deviation = Deviation(peer_id=peers[index], reason=reason + where, is_clear=is_clear and not name)
                     found.setdefault(peers[index], deviation)
+        for peer in repeated:
+            found.setdefault(peer, Deviation(peer_id=peer, reason=again))
         return tuple(each for _, each in sorted(found.items()))
 
     def _undecided(self, parts: Sequence[torch.Tensor]) -> tuple[Deviation, ...]:
@@ -257,11 +264,11 @@ class Memory:
             self._length, self._kept = length, {}
             self._places = np.unique(self.generator.integers(0, length, NUM_REMEMBERED))
 
-    def repeated(self, parts: Mapping[str, torch.Tensor], part: slice) -> list[str]:
-        """The members that give again what they gave in an earlier round."""
+    def repeated(self, parts: Mapping[str, torch.Tensor], part: slice) -> dict[str, bool]:
+        """The members that give again what they gave in an earlier round, and whether it is the very same."""
         start, stop = (int(edge) for edge in np.searchsorted(self._places, [part.start, part.stop]))
         at = torch.from_numpy(self._places[start:stop] - part.start)
-        cosines = {}
+        cosines, changes = dict[str, float](), dict[str, float]()
         for peer, part_P in parts.items():
             elements = part_P[at].numpy()
             self._new[peer] = slice(start, stop), elements
@@ -274,9 +281,14 @@ class Memory:
                     )
                     length = float(np.linalg.norm(now)) * float(np.linalg.norm(before))
                     cosines[peer] = float(now @ before) / max(length, 1e-30)
-        if len(cosines) < LEAST_MEMBERS or np.median(list(cosines.values())) > NEW_COSINE:
-            return []
-        return [peer for peer, cosine in cosines.items() if cosine > REPEATED_COSINE]
+                    changes[peer] = float(np.linalg.norm(now - before)) / max(float(np.linalg.norm(before)), 1e-30)
+        if len(cosines) < LEAST_MEMBERS:
+            return {}
+        others_differ = np.median(list(changes.values())) > NEW_CHANGE
+        found = {peer: True for peer, change in changes.items() if change < SAME_CHANGE and others_differ}
+        if np.median(list(cosines.values())) <= NEW_COSINE:
+            found = {peer: False for peer, cosine in cosines.items() if cosine > REPEATED_COSINE} | found
+        return found
 
     def committed(self) -> None:
         """Keep what the exchange gave. One that is not committed may be given again."""

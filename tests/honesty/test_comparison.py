@@ -129,6 +129,22 @@ def test_a_contribution_of_an_earlier_round_is_found() -> None:
     assert compared(parts, remembered=remembered) == {"4": "it is the one that it gave before"}
 
 
+@pytest.mark.parametrize(("change", "is_sure"), [(0.0, True), (0.1, False)])
+def test_only_the_very_same_contribution_is_a_proof(*, change: float, is_sure: bool) -> None:
+    remembered, before = memory(), contributions(8, seed=1, common=3.0)
+    compared(before, remembered=remembered)
+    remembered.committed()
+    # With DiLoCo contributions of honest members may be much like their last ones.
+    parts = contributions(8, seed=2, common=3.0)
+    parts["4"] = before["4"] + change * parts["4"]
+    amounts = dict.fromkeys(parts, 64)
+    comparison = Comparison(amounts=amounts, part=slice(0, SIZE), layers=LAYERS, memory=remembered)
+    found = {each.peer_id: (each.is_computed, each.is_clear) for each in comparison.deviations(parts)}
+    assert found["4"] == (is_sure, is_sure)
+    alike = {peer: 1.0001 * each for peer, each in before.items()}
+    assert Comparison(amounts=amounts, part=slice(0, SIZE), layers=LAYERS, memory=remembered).deviations(alike) == ()
+
+
 @pytest.mark.parametrize(("factor", "is_clear"), [(-1.0, True), (20.0, True), (0.0, False), (3.0, False)])
 def test_what_no_honest_member_gives_is_clear(factor: float, is_clear: bool) -> None:
     parts = contributions(8, common=1.0)
