@@ -55,12 +55,10 @@ class Advance:
     async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """Answer the leader's Commit: apply the prepared result. Runs to its end even if the leader hangs up."""
         outcome = pb.Outcome(
-            round=request.round,
-            prepared=pb.Prepared(digest=request.digest, signatures=request.signatures),
-            partners=request.partners,
-            total_squared_norm=request.total_squared_norm,
+            round=request.round, prepared=pb.Prepared(digest=request.digest, signatures=request.signatures),
+            partners=request.partners, total_squared_norm=request.total_squared_norm,
             stage_squared_norm=request.stage_squared_norm,
-        )
+        )  # fmt: skip
         try:
             await self.apply(outcome)
         except Refused as refused:

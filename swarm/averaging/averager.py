@@ -30,7 +30,7 @@ from swarm.averaging.round import Round
 from swarm.averaging.servicer import Handlers
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.vectors.shared import TiedParameters
-from swarm.averaging.watch import GroupView, ReportAnswers, RoundWatch
+from swarm.averaging.watch import GroupView, RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Broadcast, Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
@@ -130,8 +130,7 @@ class Averager:
         blame = Blame(context.own_id, own_round.exchanges.suspects)
         attempts = Round(context, place, watch, broadcast, barrier, blame)
         self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, attempts)
-        reports = ReportAnswers(context, place, member, roster, reporter, watch)
-        self.handlers = Handlers(context, participant, donor, shared, barrier, reports)
+        self.handlers = Handlers(context, participant, donor, shared, barrier, watch)
 
     async def run(self) -> None:
         """Take part until cancelled. A peer that leaves need not tell the others: they go on without it."""

@@ -87,15 +87,10 @@ class Barrier:
         for each in sorted(norms):
             total_squared_norm += norms[each]
         return pb.CommitRequest(
-            address=self.context.address,
-            peer_id=self.context.own_id,
-            round=round_number,
-            digest=prepared.digest,
-            total_squared_norm=total_squared_norm,
-            stage_squared_norm=norm,
-            partners=[*shares, *_partners(ready, partners)] if partners else [],
-            signatures=prepared.signatures,
-        )
+            address=self.context.address, peer_id=self.context.own_id, round=round_number, digest=prepared.digest,
+            total_squared_norm=total_squared_norm, stage_squared_norm=norm,
+            partners=[*shares, *_partners(ready, partners)] if partners else [], signatures=prepared.signatures,
+        )  # fmt: skip
 
     async def wait_for(
         self, blocks: Collection[Block], round_number: int, amended: str

@@ -16,7 +16,7 @@ from swarm.averaging.barrier import Barrier
 from swarm.averaging.donor import Donor
 from swarm.averaging.participant import Participant
 from swarm.averaging.vectors.shared import TiedParameters
-from swarm.averaging.watch import ReportAnswers
+from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import (
     ABORT,
@@ -57,11 +57,11 @@ class Handlers:
     donor: Donor
     tied: TiedParameters
     barrier: Barrier
-    reports: ReportAnswers
+    watch: RoundWatch
 
     @cached_property
     def _answers(self) -> dict[str, Callable[[Any], Any]]:
-        return {REPORT.name: self.reports.answer, BARRIER.name: self.barrier.answer, **self.participant.answers}
+        return {REPORT.name: self.watch.answer, BARRIER.name: self.barrier.answer, **self.participant.answers}
 
     async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
         message: Any = request

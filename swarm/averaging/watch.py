@@ -61,6 +61,58 @@ class RoundWatch:
     member: RoundMember
     roster: Roster
     reporter: Reporter
+    _told_round: int = field(default=-1, init=False)
+    _told_at: dict[PeerId, float] = field(default_factory=dict, init=False)
+    """When this peer, in `_told_round`, last sent to each member what all members have committed."""
+
+    # -- what members report -----------------------------------------------------------------------------------------
+
+    async def answer(self, request: pb.ReportRequest) -> pb.ReportReply:
+        """Take a report in and answer it. Raises NotReady while this peer catches up, and MalformedMessage."""
+        if self.place.is_catching_up:
+            # This peer neither leads nor takes part. A peer that takes it for the leader must look for another one.
+            raise NotReady("this peer is catching up")
+        # A sender that gets no answers from this peer does not count as a member, because it would only hold up
+        # attempts.
+        if not request.unanswered and self.roster.hear(request):
+            self.context.changes.progressed()
+        peer_id, standing = PeerId(request.sender.peer_id), self.place.standing
+        theirs = messages.unpack_standing(request.standing)
+        # A peer on another branch never leads here, and is not asked again. If it has come to this branch since, only
+        # its reports say so.
+        self.place.branches.reported(peer_id, theirs)
+        if not self.place.branches.is_known(theirs) and self.place.leads is None:
+            self.reporter.nudge(peer_id)
+        reply = pb.ReportReply(
+            standing=messages.pack_standing(standing), active=messages.pack_ballot(self.place.leads),
+            outcome=self.place.outcomes.get(theirs.round), leader=self.leader_contact(),
+            num_alive=len(self.roster.alive()), idle_leader_ids=self.roster.passed_over.told,
+        )  # fmt: skip
+        if theirs != standing:
+            reply.past.extend(self.place.branches.told)
+        elif self.context.config.rounds.synchronous and request.unanswered:
+            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
+        elif self.context.config.rounds.synchronous:
+            self._tell_of_microbatches(peer_id, reply)
+        else:
+            own = self.member.progress()
+            reply.num_samples = own.num_samples if own.round == standing.round else 0
+        return reply
+
+    def _tell_of_microbatches(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
+        """If this peer leads, add to the reply what all members have committed: the next leader needs to know it."""
+        view, now = self.view(), self.context.clock.monotonic()
+        if not view.is_leader:
+            return
+        if view.round != self._told_round:
+            self._told_round, self._told_at = view.round, {}
+        # Sent only now and then, because a round may have thousands of microbatches, and each of them causes reports.
+        heartbeat_seconds = self.context.timing.heartbeat_seconds
+        if now - self._told_at.get(peer_id, -math.inf) >= heartbeat_seconds:
+            latest = now - heartbeat_seconds
+            self._told_at = {peer: at for peer, at in self._told_at.items() if at > latest} | {peer_id: now}
+            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
+            reply.counted_gaps.extend(messages.pack_indices(view.counted))
 
     # -- what there is of the round ----------------------------------------------------------------------------------
 
@@ -162,68 +214,6 @@ class RoundWatch:
             last_members=self.place.last_members,
             announced=lambda: {self.context.own_id, *self.roster.contacts.serving()},
         )
-
-
-@dataclass(eq=False)
-class ReportAnswers:
-    """Takes the members' reports, and answers them."""
-
-    context: Context
-    place: Place
-    member: RoundMember
-    roster: Roster
-    reporter: Reporter
-    watch: RoundWatch
-    _told_round: int = field(default=-1, init=False)
-    _told_at: dict[PeerId, float] = field(default_factory=dict, init=False)
-    """When this peer, in `_told_round`, last sent to each member what all members have committed."""
-
-    async def answer(self, request: pb.ReportRequest) -> pb.ReportReply:
-        """Take a report in and answer it. Raises NotReady while this peer catches up, and MalformedMessage."""
-        if self.place.is_catching_up:
-            # This peer neither leads nor takes part. A peer that takes it for the leader must look for another one.
-            raise NotReady("this peer is catching up")
-        # A sender that gets no answers from this peer does not count as a member, because it would only hold up
-        # attempts.
-        if not request.unanswered and self.roster.hear(request):
-            self.context.changes.progressed()
-        peer_id, standing = PeerId(request.sender.peer_id), self.place.standing
-        theirs = messages.unpack_standing(request.standing)
-        # A peer on another branch never leads here, and is not asked again. If it has come to this branch since, only
-        # its reports say so.
-        self.place.branches.reported(peer_id, theirs)
-        if not self.place.branches.is_known(theirs) and self.place.leads is None:
-            self.reporter.nudge(peer_id)
-        reply = pb.ReportReply(
-            standing=messages.pack_standing(standing), active=messages.pack_ballot(self.place.leads),
-            outcome=self.place.outcomes.get(theirs.round), leader=self.watch.leader_contact(),
-            num_alive=len(self.roster.alive()), idle_leader_ids=self.roster.passed_over.told,
-        )  # fmt: skip
-        if theirs != standing:
-            reply.past.extend(self.place.branches.told)
-        elif self.context.config.rounds.synchronous and request.unanswered:
-            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
-        elif self.context.config.rounds.synchronous:
-            self._tell_of_microbatches(peer_id, reply)
-        else:
-            own = self.member.progress()
-            reply.num_samples = own.num_samples if own.round == standing.round else 0
-        return reply
-
-    def _tell_of_microbatches(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
-        """If this peer leads, add to the reply what all members have committed: the next leader needs to know it."""
-        view, now = self.watch.view(), self.context.clock.monotonic()
-        if not view.is_leader:
-            return
-        if view.round != self._told_round:
-            self._told_round, self._told_at = view.round, {}
-        # Sent only now and then, because a round may have thousands of microbatches, and each of them causes reports.
-        heartbeat_seconds = self.context.timing.heartbeat_seconds
-        if now - self._told_at.get(peer_id, -math.inf) >= heartbeat_seconds:
-            latest = now - heartbeat_seconds
-            self._told_at = {peer: at for peer, at in self._told_at.items() if at > latest} | {peer_id: now}
-            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
-            reply.counted_gaps.extend(messages.pack_indices(view.counted))
 
 
 def is_complete(

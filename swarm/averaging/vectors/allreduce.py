@@ -19,19 +19,7 @@ import torch
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.agreement.timing import OWNER_PATIENCE
-from swarm.averaging.vectors.terms import (
-    Answer,
-    Average,
-    Compare,
-    Terms,
-    compression_ratio,
-    decode_bounded,
-    digest_of,
-    late,
-    no_deviations,
-    sent_bytes,
-    with_all,
-)
+from swarm.averaging.vectors.terms import Answer, Average, Compare, Terms, decode_bounded, no_deviations
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
@@ -182,15 +170,15 @@ class _Butterfly:
         if terms.codec.needs_feedback and terms.own.contributes:
             self._residual_D = await asyncio.to_thread(torch.zeros_like, self._vector_D)
         fetches = {owner: partial(self._fetch, owner, part) for owner, part in self._owners.items()}
-        await with_all(fetches, terms.own_id, self._reduction)
-        digest = await asyncio.to_thread(digest_of, terms.shares, self._payloads, with_norms=True)
+        await terms.with_all(fetches, self._reduction)
+        digest = await asyncio.to_thread(terms.digest_of, self._payloads, with_norms=True)
         return self._average(digest)
 
     async def _fetch(self, owner_id: str, part: slice) -> None:
         terms = self._terms
         if owner_id == terms.own_id:
             own_P = self._vector_D[part]
-            payload = await _reduce_own(own_P, terms.own_id, self._reduction, OWNER_PATIENCE * terms.timeout_seconds)
+            payload = await _reduce_own(own_P, self._reduction, terms)
             assert self._reduction.sum_P is not None
             if len(self._owners) == 1:
                 self._result_D = self._reduction.sum_P
@@ -223,7 +211,7 @@ class _Butterfly:
         lengths = {owner: part.stop - part.start for owner, part in self._owners.items()}
         elsewhere = [length for owner, length in lengths.items() if owner != own.peer_id]
         num_senders = sum(share.peer_id != own.peer_id for share in shares.senders)
-        sent = sent_bytes(shares, own, codec, result_codec, gathers=False)
+        sent, ratio = self._terms.sent(gathers=False)
         received = sum(map(result_codec.num_bytes, elsewhere)) + codec.num_bytes(own.num_elements) * num_senders
         own_part = self._owners.get(own.peer_id, slice(0, 0))
         return Average(
@@ -233,14 +221,15 @@ class _Butterfly:
             num_samples=shares.round_samples,
             bytes_sent=sent,
             bytes_received=received,
-            compression_ratio=compression_ratio(shares, own, sent),
+            compression_ratio=ratio,
             residual=Residual(contribution_D=self._residual_D, part=own_part, sum_P=self._reduction.residual_P),
             upload_bytes_per_second=_upload_rate(self._payloads, {o: codec.num_bytes(n) for o, n in lengths.items()}),
             deviations={owner: payload.deviations for owner, payload in self._payloads.items()},
         )
 
 
-async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, timeout_seconds: float) -> Payload:
+async def _reduce_own(own_P: torch.Tensor, reduction: Reduction, terms: Terms) -> Payload:
+    own_id, timeout_seconds = terms.own_id, OWNER_PATIENCE * terms.timeout_seconds
     if own_id in reduction.missing:
         reduction.add_decoded(own_id, own_P)
     try:
@@ -248,7 +237,7 @@ async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, ti
             return await reduction.result()
     except TimeoutError:
         blamed = reduction.missing[0] if reduction.missing else own_id
-        raise late(blamed, timeout_seconds, own_id) from None
+        raise terms.late(blamed, timeout_seconds) from None
 
 
 def _upload_rate(payloads: dict[str, Payload], sent_bytes: dict[str, int]) -> float:

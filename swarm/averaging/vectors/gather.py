@@ -15,19 +15,7 @@ import torch
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.agreement.timing import OWNER_PATIENCE
-from swarm.averaging.vectors.terms import (
-    Answer,
-    Average,
-    Compare,
-    Terms,
-    compression_ratio,
-    decode_bounded,
-    digest_of,
-    late,
-    no_deviations,
-    sent_bytes,
-    with_all,
-)
+from swarm.averaging.vectors.terms import Answer, Average, Compare, Terms, decode_bounded, no_deviations
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.feedback import Residual
 from swarm.honesty.comparison import Deviation
@@ -79,7 +67,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
                 async with asyncio.timeout(seconds):
                     payload = await terms.transport.exchange(peer_id, b"", codec.num_bytes(num_elements), waits=False)
             except TimeoutError:
-                raise late(peer_id, seconds, own_id) from None
+                raise terms.late(peer_id, seconds) from None
             decoded[peer_id] = await asyncio.to_thread(decode_bounded, codec, payload.encoded, num_elements)
         payloads[peer_id] = payload
 
@@ -95,17 +83,17 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         residual = Residual(contribution_D=residual_D, part=slice(0, 0), sum_P=None)
         return sum_D, residual, squared_norm_of_vector(sum_D), deviations
 
-    await with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
+    await terms.with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, hand_out)
     sum_D, residual, norm, deviations = await asyncio.to_thread(add_up)
     if not math.isfinite(norm):
         # The other contributions are bounded, so the cause can only be this member's own.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
     size = codec.num_bytes(num_elements)
-    sent = sent_bytes(shares, own, codec, terms.result_codec, gathers=True)
+    sent, ratio = terms.sent(gathers=True)
     return Average(
-        vector_D=sum_D, digest=await asyncio.to_thread(digest_of, shares, payloads, with_norms=False),
+        vector_D=sum_D, digest=await asyncio.to_thread(terms.digest_of, payloads, with_norms=False),
         squared_norm=norm, num_samples=shares.round_samples, bytes_sent=sent,
         bytes_received=size * sum(share.peer_id != own_id for share in shares.senders),
-        compression_ratio=compression_ratio(shares, own, sent), residual=residual, upload_bytes_per_second=0.0,
+        compression_ratio=ratio, residual=residual, upload_bytes_per_second=0.0,
         deviations={share.peer_id: deviations for share in shares.members},
     )  # fmt: skip

@@ -74,6 +74,24 @@ class AllReduceTransport(Protocol):
         refused."""
 
 
+class Answer:
+    """What a member answers the others in an exchange, once it is known."""
+
+    def __init__(self) -> None:
+        self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
+
+    async def result(self) -> Payload:
+        """Wait for the answer. Raises MemberFailed if there will be none."""
+        outcome = await asyncio.shield(self._result)
+        if isinstance(outcome, MemberFailed):
+            raise outcome.anew()
+        return outcome
+
+    def fail(self, error: MemberFailed) -> None:
+        if not self._result.done():
+            self._result.set_result(error.anew())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """The terms of one member's exchange.
@@ -95,75 +113,60 @@ class Terms:
     def own(self) -> Share:
         return self.shares.of(self.own_id)
 
+    async def with_all(self, fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]], side: Answer) -> None:
+        """Run all fetches at once. If one fails, the others are cancelled, and members that wait for this one get the
+        reason."""
 
-class Answer:
-    """What a member answers the others in an exchange, once it is known."""
+        # Failures are collected here, because an exception that left the task group would keep the group, and all
+        # frames with their vectors, in a reference cycle.
+        failures: list[MemberFailed] = []
 
-    def __init__(self) -> None:
-        self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
+        async def one(peer_id: str) -> None:
+            try:
+                await fetches[peer_id]()
+            except MemberFailed as error:
+                failures.append(error.anew())
+            except SwarmError as error:
+                failures.append(MemberFailed(peer_id, str(error), noticed_by=self.own_id))
+            if failures:
+                for other in running:
+                    other.cancel()
 
-    async def result(self) -> Payload:
-        """Wait for the answer. Raises MemberFailed if there will be none."""
-        outcome = await asyncio.shield(self._result)
-        if isinstance(outcome, MemberFailed):
-            raise outcome.anew()
-        return outcome
-
-    def fail(self, error: MemberFailed) -> None:
-        if not self._result.done():
-            self._result.set_result(error.anew())
-
-
-async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]], own_id: str, side: Answer) -> None:
-    """Run all fetches at once. If one fails, the others are cancelled, and members that wait for this one get the
-    reason."""
-
-    # Failures are collected here, because an exception that left the task group would keep the group, and all frames
-    # with their vectors, in a reference cycle.
-    failures: list[MemberFailed] = []
-
-    async def one(peer_id: str) -> None:
+        running: list[asyncio.Task[None]] = []
         try:
-            await fetches[peer_id]()
-        except MemberFailed as error:
-            failures.append(error.anew())
-        except SwarmError as error:
-            failures.append(MemberFailed(peer_id, str(error), noticed_by=own_id))
+            async with asyncio.TaskGroup() as tasks:
+                running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
+        except BaseException as error:
+            side.fail(MemberFailed(self.own_id, "the exchange was given up", noticed_by=self.own_id))
+            # A cancellation leaves the group, and would make two reference cycles. The error's traceback refers to the
+            # group's frame, which refers to the error. And the group refers to the task that ends with the error.
+            error.__traceback__ = None
+            raise
+        finally:
+            running.clear()
+            del tasks
         if failures:
-            for other in running:
-                other.cancel()
+            side.fail(failures[0])
+            raise failures[0].anew()
 
-    running: list[asyncio.Task[None]] = []
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
-    except BaseException as error:
-        side.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
-        # A cancellation leaves the group, and would make two reference cycles. The error's traceback refers to the
-        # group's frame, which refers to the error. And the group refers to the task that ends with the error.
-        error.__traceback__ = None
-        raise
-    finally:
-        running.clear()
-        del tasks
-    if failures:
-        side.fail(failures[0])
-        raise failures[0].anew()
+    def late(self, peer_id: str, seconds: float) -> MemberFailed:
+        return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=self.own_id)
 
+    def digest_of(self, payloads: dict[str, Payload], *, with_norms: bool) -> str:
+        """BLAKE3 digest of the members and the bytes that they apply, in hexadecimal."""
+        digest = blake3(self.shares.digest.encode())
+        for share in self.shares.members:
+            if (payload := payloads.get(share.peer_id)) is not None:
+                digest.update(payload.encoded)
+                if with_norms:
+                    digest.update(struct.pack("<d", payload.squared_norm))
+        return digest.hexdigest()
 
-def late(peer_id: str, seconds: float, own_id: str) -> MemberFailed:
-    return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=own_id)
-
-
-def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -> str:
-    """BLAKE3 digest of the members and the bytes that they apply, in hexadecimal."""
-    digest = blake3(shares.digest.encode())
-    for share in shares.members:
-        if (payload := payloads.get(share.peer_id)) is not None:
-            digest.update(payload.encoded)
-            if with_norms:
-                digest.update(struct.pack("<d", payload.squared_norm))
-    return digest.hexdigest()
+    def sent(self, *, gathers: bool) -> tuple[int, float]:
+        """The bytes that this member sends, and the compression ratio; see Average."""
+        sent = sent_bytes(self.shares, self.own, self.codec, self.result_codec, gathers=gathers)
+        fp32 = simple_codec("fp32")
+        return sent, sent_bytes(self.shares, self.own, fp32, fp32, gathers=False) / sent if sent else 1.0
 
 
 def digest_of_whole(given: Mapping[str, Given], vector_D: torch.Tensor, amended: str = "") -> str:
@@ -181,11 +184,6 @@ def sent_bytes(shares: Shares, own: Share, codec: Codec, result_codec: Codec, *,
     sizes = [shares.num_elements if gathers else other.num_elements for other in others]
     contributed = sum(map(codec.num_bytes, filter(None, sizes))) if own.contributes else 0
     return contributed + (0 if gathers else result_codec.num_bytes(own.num_elements) * len(others))
-
-
-def compression_ratio(shares: Shares, own: Share, bytes_sent: int) -> float:
-    fp32 = simple_codec("fp32")
-    return sent_bytes(shares, own, fp32, fp32, gathers=False) / bytes_sent if bytes_sent else 1.0
 
 
 def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float | None = None) -> torch.Tensor:
