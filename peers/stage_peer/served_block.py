@@ -56,6 +56,7 @@ class ServedBlock:
                 router=membership.known.router, channels=membership.channels, clock=membership.clock,
                 events=options.events, limits=HopLimits.of(config, following), memory=backend.staging.host_bytes,
                 own=self._local, check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
+                encodings_in=lambda round_number: backend.boundary_in(round_number).encodings,
             )
             for following in config.neighbours(block, 1)
         }  # fmt: skip

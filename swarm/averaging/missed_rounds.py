@@ -180,10 +180,6 @@ class MissedRounds:
         if pace.num_behind and is_due and (left := pace.seconds_left) is not None:
             logger.info(
                 "%s behind: %d applied in %.0f s, in which the group committed %d; there in about %.0f s",
-                counted(pace.num_behind, "round"),
-                pace.num_applied,
-                pace.seconds,
-                pace.num_committed,
-                left,
-            )
+                counted(pace.num_behind, "round"), pace.num_applied, pace.seconds, pace.num_committed, left,
+            )  # fmt: skip
             self._said_at = self._given_at

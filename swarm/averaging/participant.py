@@ -89,17 +89,13 @@ class Participant:
                 )
             )  # fmt: skip
             return pb.BeginReply(
-                num_samples=counts.num_samples,
-                num_targets=counts.num_targets,
-                round_samples=counts.round_samples,
+                num_samples=counts.num_samples, num_targets=counts.num_targets, round_samples=counts.round_samples,
                 committed_gaps=messages.pack_indices(closed.contribution.committed),
                 prepared=result.prepared if result and self.place.group.prepared else None,
-                since=messages.pack_ballot(self.place.group.since),
-                norm=counts.norm,
-                num_elements=closed.vector_D.numel(),
-                bytes_per_second=self.own_round.exchanges.bytes_per_second,
+                since=messages.pack_ballot(self.place.group.since), norm=counts.norm,
+                num_elements=closed.vector_D.numel(), bytes_per_second=self.own_round.exchanges.bytes_per_second,
                 amended=closing.amended,
-            )
+            )  # fmt: skip
 
     def _require_same_amendments(self, request: pb.BeginRequest) -> None:
         """Take in the leader's amendments. Raises Refused unless those in force are then the same here as there: else

@@ -23,7 +23,6 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import (
     GRADIENT,
     HIDDEN,
-    NAMES,
     NewBytes,
     Piece,
     TensorReader,
@@ -39,6 +38,8 @@ from swarm.types import Block, PeerId, PeerRecord
 
 FindOwn = Callable[[PeerRecord], LocalBlock | None]
 """Finds the block that a record announces, if this very process serves it: it is called without gRPC."""
+EncodingsIn = Callable[[int], Mapping[str, str]]
+"""The encodings of a round's activations and gradients, by their names."""
 
 
 class _Way:
@@ -105,9 +106,10 @@ class Calls:
 
     def __init__(
         self, *, run_id: str, block: Block, channels: ChannelPool, own: FindOwn, router: Router,
-        clock: Clock, limits: HopLimits, memory: NewBytes, wants_statements: bool = False,
+        clock: Clock, limits: HopLimits, memory: NewBytes, encodings_in: EncodingsIn, wants_statements: bool = False,
     ) -> None:  # fmt: skip
         """`memory` makes the memory of the tensors that are answered."""
+        self._encodings_in = encodings_in
         self._wants_statements = wants_statements
         self._run_id, self._block = run_id, block
         self._channels, self._own = channels, own
@@ -131,7 +133,8 @@ class Calls:
         specs = dict[str, TensorSpec]()
         if HIDDEN in tensors and microbatch.answers_gradient(self._block.stage):
             hidden = tensors[HIDDEN]
-            specs[GRADIENT] = TensorSpec(shape=tuple(hidden.shape), encoding=NAMES[hidden.dtype])
+            encoding = self._encodings_in(microbatch.round)[GRADIENT]
+            specs[GRADIENT] = TensorSpec(shape=tuple(hidden.shape), encoding=encoding)
         reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
         patience = self._patience(record, tensors, specs)
@@ -207,7 +210,7 @@ class Calls:
         """Ask the peer whether it has room, and send what it needs; with a credit, do both at once."""
         if opening.eager:
             way.begin(tensors)
-            await self._send(call, pb.TrainRequest(open=opening), tensors, patience)
+            await self._send(call, pb.TrainRequest(open=opening), tensors, opening.round, patience)
             _admitted(_reply(await call.read(self._silence_seconds(patience)))[0])
             way.heard()
             retries.accepted()
@@ -220,17 +223,18 @@ class Calls:
         retries.accepted()
         if not accepted.has_tensors:
             way.begin(tensors)
-            await self._send(call, pb.TrainRequest(), tensors, patience)
+            await self._send(call, pb.TrainRequest(), tensors, opening.round, patience)
 
     @property
     def is_sending(self) -> bool:
         return self._num_sending > 0
 
-    async def _send(self, call: Stream, request: Any, tensors: Tensors, patience: Patience) -> None:
-        """Write tensors in several messages. The first has the fields of `request`."""
+    async def _send(self, call: Stream, request: Any, tensors: Tensors, round_number: int, patience: Patience) -> None:
+        """Write a round's tensors in several messages. The first has the fields of `request`."""
+        encodings = self._encodings_in(round_number)
         self._num_sending += 1
         try:
-            for message in frames(request, tensors, whole=call.is_local, chunk_bytes=patience.chunk_bytes):
+            for message in frames(request, tensors, encodings, whole=call.is_local, chunk_bytes=patience.chunk_bytes):
                 await call.write(message, self._silence_seconds(patience))
         finally:
             self._num_sending -= 1
@@ -295,7 +299,7 @@ class Calls:
         )  # fmt: skip
         patience = self._patience(record, tensors, {})
         async with Stream(self._stub(record, patience).Evaluate()) as call:
-            await self._send(call, pb.EvaluateRequest(open=request), tensors, patience)
+            await self._send(call, pb.EvaluateRequest(open=request), tensors, request.round, patience)
             await call.done_writing()
             while not (reply := await call.read(self._silence_seconds(patience))).HasField("evaluated"):
                 if reply.HasField("progress"):
@@ -344,7 +348,8 @@ async def _require_complete(reader: TensorReader) -> None:
         raise PeerUnavailable("the reply ended before its tensors")
     with well_formed():
         for name, tensor in reader.tensors.items():
+            encoding = reader.expected[name].encoding
             if tensor.nbytes <= CHUNK_BYTES:
-                require_in_range(name, tensor)
+                require_in_range(name, tensor, encoding)
             else:
-                await asyncio.to_thread(require_in_range, name, tensor)
+                await asyncio.to_thread(require_in_range, name, tensor, encoding)

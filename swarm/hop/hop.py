@@ -19,7 +19,7 @@ from swarm.errors import MalformedMessage, PathStandsStill, PeerUnavailable, Try
 from swarm.events import Events
 from swarm.events import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Obstacle, Tensors
-from swarm.hop.calls import Calls, FindOwn, Hold
+from swarm.hop.calls import Calls, EncodingsIn, FindOwn, Hold
 from swarm.hop.continuation import Continuation
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order, SessionCalls
@@ -51,7 +51,7 @@ class Hop:
         self, *, run_id: str, block: Block, router: Router, channels: ChannelPool, clock: Clock,
         limits: HopLimits | None = None, events: Events | None = None,
         memory: NewBytes = new_bytes, own: FindOwn = lambda _: None,
-        check_share: float = 0.0, drifts: bool = False,
+        check_share: float = 0.0, drifts: bool = False, encodings_in: EncodingsIn = lambda _: {},
     ) -> None:  # fmt: skip
         """
         Args:
@@ -59,6 +59,7 @@ class Hop:
             own: finds the block that a record announces, if this very process serves it: it is called without gRPC.
             check_share: the share of answers that other peers check, while `run` runs.
             drifts: whether peers of the block have other weights within a round (DiLoCo).
+            encodings_in: left out, only samples are sent.
         """
         self.block = block
         self._router = router
@@ -73,7 +74,7 @@ class Hop:
         self._calls = Calls(
             run_id=run_id, block=block,
             channels=channels, own=own, router=router, clock=clock, limits=self._limits, memory=memory,
-            wants_statements=check_share > 0.0 and not drifts,
+            encodings_in=encodings_in, wants_statements=check_share > 0.0 and not drifts,
         )  # fmt: skip
         self.checks = SpotChecks(
             run_id=run_id, block=block, share=check_share, router=router, drifts=drifts,

@@ -30,8 +30,6 @@ HIDDEN, GRADIENT = "hidden", "hidden_gradient"
 """What a stage gets from the one before it, and the gradient of that, which it answers, in the same encoding."""
 DTYPES = {"int32": torch.int32} | {name: each.dtype for name, each in activations.ENCODINGS.items()}
 """The types of the tensors that may travel between stages, by their encodings: tokens, and activations."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The encodings by their types, of which each has another one."""
 MOST_FIELDS = 64
 """The most fields in a message or in a chunk of it; an honest one has a few, since a message is sent once it has
 CHUNK_BYTES of tensors. Each takes microseconds to look at, and the event loop waits meanwhile."""
@@ -71,6 +69,7 @@ class TensorReader:
 
     def __init__(self, expected: Mapping[str, TensorSpec], memory: NewBytes = new_bytes) -> None:
         """`memory` makes the memory of each tensor."""
+        self.expected = expected
         self._missing = dict(expected)
         self._memory = memory
         self._bytes = new_bytes(0)
@@ -133,10 +132,10 @@ class TensorReader:
         self.tensors[self._name], self._current = tensor, None
 
 
-def require_in_range(name: str, tensor: torch.Tensor) -> None:
+def require_in_range(name: str, tensor: torch.Tensor, encoding: str) -> None:
     """Raise MalformedMessage for NaN, infinity, numbers beyond LARGEST_ACTIVATION, or bytes that no codec made."""
     # NaN fails the comparison.
-    if tensor.numel() and not activations.ENCODINGS[NAMES[tensor.dtype]].largest(tensor) <= LARGEST_ACTIVATION:
+    if tensor.numel() and not activations.ENCODINGS[encoding].largest(tensor) <= LARGEST_ACTIVATION:
         raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST_ACTIVATION:.0f}")
 
 
@@ -153,9 +152,11 @@ class Frame:
 
 
 def frames(
-    first: Message, tensors: Mapping[str, torch.Tensor], *, whole: bool = False, chunk_bytes: int = CHUNK_BYTES
-) -> Iterator[Frame]:
-    """Yield messages that carry CPU tensors, of types in DTYPES, as chunks; the first has the fields of `first`.
+    first: Message, tensors: Mapping[str, torch.Tensor], encodings: Mapping[str, str], *, whole: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[Frame]:  # fmt: skip
+    """Yield messages that carry CPU tensors as chunks; the first has the fields of `first`. `encodings` are those of
+    tensors by their names; all others are int32.
 
     There is at least one message, and each but the last has `chunk_bytes` or more. With `whole` there is one, and each
     tensor is one piece of it, as it is and on any device.
@@ -163,9 +164,9 @@ def frames(
     frame = Frame(first)
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        header = TensorHeader(
-            name=name, encoding=NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=tensor.nbytes
-        )
+        encoding = encodings.get(name, "int32")
+        assert DTYPES[encoding] is tensor.dtype, f"{name} is no {encoding}"
+        header = TensorHeader(name=name, encoding=encoding, shape=tuple(tensor.shape), num_bytes=tensor.nbytes)
         if whole:
             frame.pieces.append((header, tensor))
             continue

@@ -46,7 +46,7 @@ class Forward:
         wire_inputs: the tensors that the stage received, on the CPU.
         wire_hidden: the encoded output for the next stage; None at the last stage.
         version: the weights that were used.
-        boundary: how what is sent is encoded.
+        boundary: how what is received and sent is encoded.
     """
 
     microbatch: int
@@ -105,7 +105,9 @@ class StageBackend:
         Raises NotReady, see StageWeights.version_for.
         """
         forward = self._begun(microbatch, round_number, wire_inputs)
-        outputs, graph = self.function.forward(microbatch, forward.version, wire_inputs, has_backward=has_backward)
+        outputs, graph = self.function.forward(
+            microbatch, forward.version, wire_inputs, forward.boundary, has_backward=has_backward
+        )
         try:
             forward.wire_hidden = forward.boundary.encode(outputs, self.staging)
         except BaseException:
@@ -163,10 +165,10 @@ class StageBackend:
         """Compute what another peer says it has computed, and add it to no sum. `wire_gradient` is that of the output,
         as the other peer got it; None at the last stage. `at_anchor`: with the weights that began the round. Checks the
         inputs. Raises what `forward_loss` and `backward` do."""
-        self.function.check(wire_inputs)
-        is_sketched = self.weights.sketch is not None
+        boundary, is_sketched = self.boundary_in(round_number), self.weights.sketch is not None
+        self.function.check(wire_inputs, boundary)
         version = (self.weights.anchored if at_anchor else self.weights.version_for)(round_number)
-        with self._at_once(Forward(microbatch, wire_inputs, version, self.boundary_in(round_number))) as forward:
+        with self._at_once(Forward(microbatch, wire_inputs, version, boundary)) as forward:
             assert forward._graph is not None
             hidden = None if self.is_last else forward.boundary.encode(forward._graph.outputs, self.staging)
             loss, gradient, _, _, sketch = self._differentiate(forward, wire_gradient, of_weights=is_sketched)
@@ -227,9 +229,10 @@ class StageBackend:
     def _again(self, source: Source) -> Sequence[torch.Tensor]:
         """Compute a gradient again, times source.scale, by the same operations, weights and randomness."""
         graph = self.function.graph(
-            source.microbatch, source.version, source.wire_inputs, source.scale, records=source.is_recorded
-        )
-        gradient_BTR = self._scaled(source.wire_gradient, source.wire_inputs, source.scale)
+            source.microbatch, source.version, source.wire_inputs, source.boundary, source.scale,
+            records=source.is_recorded,
+        )  # fmt: skip
+        gradient_BTR = self._scaled(source.wire_gradient, source, source.scale)
         return graph.gradients(gradient_BTR, of_inputs=False)
 
     def warm_up(self) -> None:
@@ -237,30 +240,30 @@ class StageBackend:
         and record what can be recorded. Nothing else is kept. Torch may raise errors of many kinds."""
         (wire_inputs, wire_gradient), version = self.function.made_up(0), self.weights.version
         made_up = Source(
-            microbatch=0, amount=NOTHING, wire_inputs=wire_inputs, version=version,
+            microbatch=0, amount=NOTHING, wire_inputs=wire_inputs, boundary=self.function.boundary, version=version,
             wire_gradient=None if self.is_last else wire_gradient,
         )  # fmt: skip
         self._again(made_up)
-        self.evaluate(wire_inputs, version.parameters)
+        self.evaluate(wire_inputs, made_up.boundary, version.parameters)
         if not self.is_last:
             # So it is where there is no room for a graph.
-            self.function.forward(0, version, wire_inputs, has_backward=False)
+            self.function.forward(0, version, wire_inputs, made_up.boundary, has_backward=False)
         if self.recorder is not None:
             self.function.record(self.recorder, version)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, wire_inputs: WireInputs, parameters: Mapping[str, torch.Tensor], next_round: int = 0
+        self, wire_inputs: WireInputs, boundary: Boundary, parameters: Mapping[str, torch.Tensor], next_round: int = 0
     ) -> torch.Tensor:
         """Compute a forward without dropout, with the given weights (usually an anchor) on the stage's device.
-        `next_round` is the round that the next stage evaluates.
+        `boundary` is that of the inputs' round, and `next_round` the round that the next stage evaluates.
 
         Returns:
             The encoded hidden state for the next stage. At the last stage the mean loss over the targets, or 0.
         """
-        self.function.check(wire_inputs)
-        outputs = self.function.evaluate(parameters, wire_inputs)
+        self.function.check(wire_inputs, boundary)
+        outputs = self.function.evaluate(parameters, wire_inputs, boundary)
         if not self.is_last:
             return self.boundary_in(next_round).encode(outputs, self.staging).wait()
         return outputs.cpu() / max(1, samples.amount(wire_inputs).targets)
@@ -270,7 +273,7 @@ class StageBackend:
     def _compute(self, forward: Forward, *, recomputed: bool = False) -> None:
         """Compute a forward whose backward follows at once; `recomputed`: because there was no room for its graph."""
         forward._graph = self.function.graph(
-            forward.microbatch, forward.version, forward.wire_inputs, self._scale.factor
+            forward.microbatch, forward.version, forward.wire_inputs, forward.boundary, self._scale.factor
         )
         self.budget.keep(recomputed=recomputed)
 
@@ -284,8 +287,8 @@ class StageBackend:
         assert forward._graph is not None
         amount = samples.amount(forward.wire_inputs)
         source = Source(
-            microbatch=forward.microbatch, amount=amount, wire_inputs=forward.wire_inputs, wire_gradient=wire_gradient,
-            version=forward.version, scale=scale, is_recorded=forward._graph.is_recorded,
+            microbatch=forward.microbatch, amount=amount, wire_inputs=forward.wire_inputs, boundary=forward.boundary,
+            wire_gradient=wire_gradient, version=forward.version, scale=scale, is_recorded=forward._graph.is_recorded,
         )  # fmt: skip
         bucket = self.weights.accumulate(gradients, source)
         self.events.write(
@@ -303,7 +306,7 @@ class StageBackend:
             assert graph is not None
             gradients = list[torch.Tensor]()
             if self.stage or of_weights:
-                gradient_BTR = self._scaled(wire_gradient, forward.wire_inputs, scale)
+                gradient_BTR = self._scaled(wire_gradient, forward, scale)
                 gradients = graph.gradients(gradient_BTR, of_inputs=self.stage > 0, of_weights=of_weights)
             to_check = gradients
             if self.stage:
@@ -318,7 +321,7 @@ class StageBackend:
                 graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else to_check
             )
             mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
-            require_in_range("loss", mean_loss)
+            require_in_range("loss", mean_loss, "fp32")
             if are_finite:
                 self._scale.succeeded()
                 sent = Download(torch.empty(0)) if sketch is None else self.staging.download(sketch)
@@ -338,9 +341,9 @@ class StageBackend:
         sketch_N = sketch.of(dict(zip(self.weights.masters, gradients, strict=True)))
         return sketch_N if scale == 1.0 else sketch_N / scale
 
-    def _scaled(self, wire_gradient: torch.Tensor | None, wire_inputs: WireInputs, scale: float) -> torch.Tensor | None:
+    def _scaled(self, wire_gradient: torch.Tensor | None, of: Forward | Source, scale: float) -> torch.Tensor | None:
         """The gradient of the stage's output times the scale; None at the last stage, whose graph has the scale."""
         if wire_gradient is None:
             return None
-        gradient_BTR = self.function.decode(wire_gradient, wire_inputs)
+        gradient_BTR = self.function.decode(wire_gradient, of.wire_inputs, of.boundary)
         return gradient_BTR if scale == 1.0 else gradient_BTR * scale

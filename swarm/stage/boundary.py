@@ -7,6 +7,7 @@ and the same bytes give the same numbers.
 Shapes: B samples of a microbatch, T tokens, R numbers a token that travel.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from swarm.compression.activations import ENCODINGS
 from swarm.config import RunConfig
 from swarm.rpc import wire
-from swarm.rpc.wire import NAMES, TensorSpec
+from swarm.rpc.wire import TensorSpec
 from swarm.stage.staging import Download, Staging
 from swarm.training import samples
 
@@ -32,6 +33,11 @@ class Boundary:
     encoding: str
     width: int
 
+    @property
+    def encodings(self) -> Mapping[str, str]:
+        """The encodings of the tensors that it is about, by their names."""
+        return dict.fromkeys((HIDDEN, GRADIENT, OUTPUT, OUTPUT_GRADIENT), self.encoding)
+
     def spec(self, num_samples: int, length: int) -> TensorSpec:
         """The encoding and shape of the tensor that travels."""
         sizes = (num_samples, length, self.width)
@@ -43,9 +49,8 @@ class Boundary:
         return staging.download(encoding.prepared(tensor_BTR), encoding.converts)
 
     def decode(self, wire: torch.Tensor, num_samples: int, length: int, staging: Staging) -> torch.Tensor:
-        """The inverse of `encode`, in any encoding: float32 (B, T, R) on the device. Raises MalformedMessage if `wire`
-        is not a valid one."""
-        return ENCODINGS[NAMES[wire.dtype]].decode(wire, (num_samples, length, self.width), staging.upload)
+        """The inverse of `encode`: float32 (B, T, R) on the device. Raises MalformedMessage if `wire` is not valid."""
+        return ENCODINGS[self.encoding].decode(wire, (num_samples, length, self.width), staging.upload)
 
 
 def boundary_of(config: RunConfig) -> Boundary:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 
 from swarm.machine.memory import Recycler
+from swarm.stage.boundary import Boundary
 from swarm.stage.staging import Download
 from swarm.training.samples import NOTHING, Amount
 
@@ -103,6 +104,7 @@ class Source:
 
     Attributes:
         wire_inputs: what the stage received, CPU.
+        boundary: the encoding of hidden states and gradients in the microbatch's round.
         wire_gradient: the gradient of the stage's output, as received; None at the last stage.
         version: the weights that were used.
         scale: the power of two by which gradients were multiplied while they were computed.
@@ -112,6 +114,7 @@ class Source:
     microbatch: int
     amount: Amount
     wire_inputs: Mapping[str, torch.Tensor]
+    boundary: Boundary
     wire_gradient: torch.Tensor | None
     version: Version
     scale: float = 1.0

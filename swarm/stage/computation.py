@@ -252,7 +252,8 @@ class Computation(HopListener):
     async def _run(self) -> None:
         try:
             async with self._turn:
-                await self._backend.function.checked(self.order.wire_inputs)
+                boundary = self._backend.boundary_in(self.microbatch.round)
+                await self._backend.function.checked(self.order.wire_inputs, boundary)
                 result = self._earlier_answer() or await (self._run_last if self._hop is None else self._run_through)()
                 if self._accumulated is not None:
                     await self._accumulated.sketch.arrived()

@@ -133,7 +133,7 @@ class Decoder:
         boundary = self._boundary_in(step.computed.held.number)
         spec = boundary.spec(1, len(piece.tokens))
         wire = torch.frombuffer(bytearray(piece.hidden), dtype=DTYPES[spec.encoding]).reshape(spec.shape)
-        require_in_range(HIDDEN, wire)
+        require_in_range(HIDDEN, wire, spec.encoding)
         return boundary.decode(wire, 1, len(piece.tokens), self._staging)
 
     def _answer(self, step: _Step, output_NV: torch.Tensor | BaseException) -> None:

@@ -124,10 +124,11 @@ class Evaluation:
     ) -> torch.Tensor:
         async with self._turns.setdefault(caller, asyncio.Lock()), self._evaluating:
             next_round = opening.later[0].round if opening.later else opening.round
+            boundary = self._backend.boundary_in(opening.round)
             output, _ = await self._runtime.run(
                 # The weights are looked up only now, because an evaluation that waits must not keep a round's weights.
                 lambda: self._backend.evaluate(
-                    tensors, self._stage.held_rounds.find(opening.round).on(self._device), next_round
+                    tensors, boundary, self._stage.held_rounds.find(opening.round).on(self._device), next_round
                 ),
                 # It has the age of a new forward: at a lower priority it would never have a turn at a bottleneck.
                 priority=Priority.FORWARD,

@@ -60,21 +60,22 @@ class StageFunction:
             return self.budget.has_room()
         return self.is_last or captured.has_room()
 
-    def check(self, wire_inputs: WireInputs) -> None:
-        """Raise MalformedMessage if numbers are out of range, or a token is unknown."""
+    def check(self, wire_inputs: WireInputs, boundary: Boundary) -> None:
+        """Raise MalformedMessage if numbers are out of range, or a token is unknown. Here and below `boundary` is that
+        of the inputs' round."""
         # On the CPU, where the check waits for nothing. If a GPU looks up an unknown token, this process cannot use it
         # any more.
         samples.require_sound(wire_inputs, self.config.model.vocab_size)
         if self.stage:
-            require_in_range(HIDDEN, wire_inputs[HIDDEN])
+            require_in_range(HIDDEN, wire_inputs[HIDDEN], boundary.encoding)
 
-    async def checked(self, wire_inputs: WireInputs) -> None:
+    async def checked(self, wire_inputs: WireInputs, boundary: Boundary) -> None:
         """`check`, for the event loop: what takes long is done in a thread of its own, because a GPU would wait for the
         compute thread."""
         if self.stage and wire_inputs[HIDDEN].nbytes > CHUNK_BYTES:
-            await asyncio.to_thread(self.check, wire_inputs)
+            await asyncio.to_thread(self.check, wire_inputs, boundary)
         else:
-            self.check(wire_inputs)
+            self.check(wire_inputs, boundary)
 
     def made_up(self, number: int) -> tuple[WireInputs, torch.Tensor]:
         """Random inputs of the run's shape, as they would arrive, and such a gradient of the stage's output."""
@@ -88,10 +89,10 @@ class StageFunction:
             made[TARGETS] += 1
         return {**made, HIDDEN: wire} if self.stage else made, wire
 
-    def decode(self, wire: torch.Tensor, wire_inputs: WireInputs) -> torch.Tensor:
+    def decode(self, wire: torch.Tensor, wire_inputs: WireInputs, boundary: Boundary) -> torch.Tensor:
         """Decode a hidden state of the microbatch, or its gradient. Raises MalformedMessage if `wire` is neither."""
         num_samples, num_tokens = wire_inputs[TOKENS].shape
-        return self.boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
+        return boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
 
     def record(self, recorder: Recorder, version: Version) -> None:
         """Record the function for microbatches of the run's shape, if the stage can be recorded."""
@@ -101,8 +102,8 @@ class StageFunction:
 
         def made_up(number: int) -> Example:
             wire_inputs, wire_gradient = self.made_up(number)
-            gradient_BTR = None if self.is_last else self.decode(wire_gradient, wire_inputs)
-            return Example(self._arguments(wire_inputs), gradient_BTR)
+            gradient_BTR = None if self.is_last else self.decode(wire_gradient, wire_inputs, self.boundary)
+            return Example(self._arguments(wire_inputs, self.boundary), gradient_BTR)
 
         try:
             self._captured = CapturedStage(
@@ -115,10 +116,10 @@ class StageFunction:
             logger.warning("stage %d goes on without CUDA graphs, and so slower: %s", self.stage, reason)
 
     def forward(
-        self, microbatch: int, version: Version, wire_inputs: WireInputs, *, has_backward: bool
+        self, microbatch: int, version: Version, wire_inputs: WireInputs, boundary: Boundary, *, has_backward: bool
     ) -> tuple[torch.Tensor, Graph | None]:
         """Compute the outputs. A backward comes later, if at all. Also returns the graph, if there is room for it."""
-        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs)
+        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs, boundary)
         keeps = has_backward and (self.budget if captured is None else captured).has_room()
         if captured is not None:
             graph: Graph = captured.forward(version, arguments, keeps=keeps)
@@ -131,19 +132,20 @@ class StageFunction:
         return graph.outputs, graph if keeps else None
 
     def graph(
-        self, microbatch: int, version: Version, wire_inputs: WireInputs, scale: float = 1.0, *, records: bool = True
-    ) -> Graph:
+        self, microbatch: int, version: Version, wire_inputs: WireInputs, boundary: Boundary, scale: float = 1.0,
+        *, records: bool = True,
+    ) -> Graph:  # fmt: skip
         """Compute a forward whose backward follows at once. At the last stage all gradients become those of the loss
         times `scale`, which is 1 but in float16. `records` says whether recordings may compute it."""
-        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs, scale)
+        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs, boundary, scale)
         if captured is not None and records:
             return captured.forward(version, arguments, keeps=False)
         return self._live(version, arguments, microbatch)
 
-    def evaluate(self, parameters: Weights, wire_inputs: WireInputs) -> torch.Tensor:
+    def evaluate(self, parameters: Weights, wire_inputs: WireInputs, boundary: Boundary) -> torch.Tensor:
         """The outputs, without dropout. A batch may be shorter than the run's. For compiled layers it is made as long,
         because they would be compiled anew for another shape, while training waits."""
-        arguments, (num_samples, length) = self._arguments(wire_inputs), wire_inputs[TOKENS].shape
+        arguments, (num_samples, length) = self._arguments(wire_inputs, boundary), wire_inputs[TOKENS].shape
         is_whole = wire_inputs[TOKENS].shape == self._shape
         if not is_whole and isinstance(self.module, StageModule) and self.module.compiles:
             arguments = {name: self._lengthened(name, tensor) for name, tensor in arguments.items()}
@@ -165,7 +167,7 @@ class StageFunction:
         """That of the tokens of the run's microbatches."""
         return self.config.data.microbatch_size, self.config.data.sequence_length + 1
 
-    def _arguments(self, wire_inputs: WireInputs, scale: float = 1.0) -> Mapping[str, torch.Tensor]:
+    def _arguments(self, wire_inputs: WireInputs, boundary: Boundary, scale: float = 1.0) -> Mapping[str, torch.Tensor]:
         """The tensors that the module takes, by name, on the device.
 
         `inputs` are tokens [B, T] at stage 0, and the hidden state [B, T, D] at any other. The last stage has
@@ -175,7 +177,7 @@ class StageFunction:
         tokens = None
         if not self.stage or self.config.model.bottleneck_dim:
             tokens = self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
-        hidden = self.decode(wire_inputs[HIDDEN], wire_inputs).detach() if self.stage else None
+        hidden = self.decode(wire_inputs[HIDDEN], wire_inputs, boundary).detach() if self.stage else None
         documents_BT = samples.documents(wire_inputs)
         found = {
             "inputs": tokens if hidden is None else hidden,

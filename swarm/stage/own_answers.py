@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from swarm.errors import RoundMismatch
-from swarm.hop.spot_checks import ANCHOR_ROUND, digests_of
+from swarm.hop.spot_checks import ANCHOR_ROUND, LOSS, digests_of
 from swarm.rpc.callers import Quota, caller_of
 from swarm.rpc.serving import Context, check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -77,7 +77,8 @@ class OwnAnswers:
             digests = await asyncio.to_thread(digests_of, tensors)
             # Earlier releases do not expect a tensor that they do not know.
             shown = {name: tensor for name, tensor in tensors.items() if request.tensors and name != ANCHOR_ROUND}
-            for frame in frames(pb.ShowReply(digests=digests), shown):
+            encodings = {**self._stage.context.backend.boundary_in(request.round).encodings, LOSS: "fp32"}
+            for frame in frames(pb.ShowReply(digests=digests), shown, encodings):
                 await send(context, frame)
 
     def _exchanged(self, request: pb.ShowRequest) -> Mapping[str, torch.Tensor] | None:

@@ -23,7 +23,7 @@ from swarm.rpc.serving import Context, check_address, require_block, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import Frame, TensorSpec, frames
-from swarm.stage.boundary import GRADIENT, request_specs
+from swarm.stage.boundary import GRADIENT, Boundary, request_specs
 from swarm.stage.call import Incoming
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
@@ -221,7 +221,9 @@ class StageServicer(StageServiceServicer):
         if result.gradient is not None and microbatch.answers_gradient(self._stage.number):
             tensors = {GRADIENT: result.gradient}
         with self._stage.answers.written(len(tensors)):
-            last = await _send_tensors(context, tensors, SMALL_CHUNK_BYTES if opening.small_messages else CHUNK_BYTES)
+            boundary = self._stage.context.backend.boundary_in(computation.microbatch.round)
+            chunk_bytes = SMALL_CHUNK_BYTES if opening.small_messages else CHUNK_BYTES
+            last = await _send_tensors(context, tensors, boundary, chunk_bytes)
             done = pb.Done(
                 loss=result.loss,
                 num_targets=samples.amount(computation.order.wire_inputs).targets,
@@ -280,9 +282,11 @@ class StageServicer(StageServiceServicer):
         await self._spot_check.own.show(context, request)
 
 
-async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Frame:
+async def _send_tensors(
+    context: Context, tensors: Mapping[str, torch.Tensor], boundary: Boundary, chunk_bytes: int
+) -> Frame:
     """Send all messages of the tensors except the last one. Return the last one, so that the caller can add to it."""
-    messages = frames(pb.TrainReply(), tensors, whole=is_local(context), chunk_bytes=chunk_bytes)
+    messages = frames(pb.TrainReply(), tensors, boundary.encodings, whole=is_local(context), chunk_bytes=chunk_bytes)
     last = next(messages)
     for following in messages:
         await send(context, last)

@@ -270,7 +270,7 @@ class SpotCheck:
         backend = self._backend
 
         def decode(wire: torch.Tensor) -> torch.Tensor:
-            return backend.function.decode(wire, inputs)
+            return backend.function.decode(wire, inputs, backend.boundary_in(request.round))
 
         if not is_exact and request.round != backend.weights.round.number:
             return None, False  # Another round has begun here.

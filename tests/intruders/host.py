@@ -30,7 +30,7 @@ from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.stage.boundary import HIDDEN, TOKENS
+from swarm.stage.boundary import HIDDEN, TOKENS, boundary_of
 from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOLS, Block, PeerRecord
 from tests.support import locked
@@ -115,7 +115,10 @@ async def running(
         events=Events(),
     )  # fmt: skip
     channels = ChannelPool(identity=honest)
-    hop = Hop(run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock)
+    hop = Hop(
+        run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock,
+        encodings_in=lambda _: boundary_of(config).encodings,
+    )  # fmt: skip
     async with cancelled_tasks() as tasks:
         server = PeerServer(member, [options], tasks)
         async with server.serving(HERE):

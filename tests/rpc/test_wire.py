@@ -75,13 +75,13 @@ def test_round_trip_is_exact(encoding: str, dtype: torch.dtype, shape: tuple[int
 def test_a_message_takes_what_fits_and_is_bounded() -> None:
     """Small tensors come together; a large one goes on in the next message."""
     small, large = torch.zeros(4), torch.zeros(CHUNK_BYTES // 4 * 2 + 1)
-    first = TrainRequest(ack=Ack())
-    sent = frames(first, {"first": small, "second": small, "third": large})
+    first, encodings = TrainRequest(ack=Ack()), dict.fromkeys(("first", "second", "third"), "fp32")
+    sent = frames(first, {"first": small, "second": small, "third": large}, encodings)
     messages = [TrainRequest.FromString(serialized(frame)) for frame in sent]
     sizes = [[len(chunk.data) for chunk in message.chunks] for message in messages]
     assert sizes == [[16, 16, CHUNK_BYTES], [CHUNK_BYTES], [4]]
     assert [message.HasField("ack") for message in messages] == [True, False, False]
-    assert [serialized(frame) for frame in frames(first, {})] == [first.SerializeToString()], "there is always one"
+    assert [serialized(frame) for frame in frames(first, {}, {})] == [first.SerializeToString()], "there is always one"
 
 
 def test_a_tensor_arrives_in_the_memory_that_is_made_for_it() -> None:
@@ -141,11 +141,11 @@ def _int8(*scales: float, code: int = 1) -> torch.Tensor:
 
 
 def test_whatever_can_be_carried_is_accepted() -> None:
-    require_in_range("hidden", torch.tensor([65_504.0, -65_504.0]))
-    require_in_range("hidden", _fp16(142, 32_752.0, -32_752.0))
-    require_in_range("hidden", torch.full((8,), 60_000.0, dtype=torch.bfloat16))
-    require_in_range("hidden", torch.empty(0))
-    require_in_range("hidden", _int8(0.0, 512.0, 1e-30, code=-127))
+    require_in_range("hidden", torch.tensor([65_504.0, -65_504.0]), "fp32")
+    require_in_range("hidden", _fp16(142, 32_752.0, -32_752.0), "fp16")
+    require_in_range("hidden", torch.full((8,), 60_000.0, dtype=torch.bfloat16), "bf16")
+    require_in_range("hidden", torch.empty(0), "fp32")
+    require_in_range("hidden", _int8(0.0, 512.0, 1e-30, code=-127), "int8")
 
 
 OUT_OF_RANGE = "'hidden' holds NaN, infinity, or numbers beyond 65504"
@@ -170,7 +170,7 @@ OUT_OF_RANGE = "'hidden' holds NaN, infinity, or numbers beyond 65504"
 )
 def test_numbers_that_nobody_sends_are_refused(tensor: torch.Tensor, fault: str) -> None:
     with pytest.raises(MalformedMessage, match=fault):
-        require_in_range("hidden", tensor)
+        require_in_range("hidden", tensor, {each: name for name, each in DTYPES.items()}[tensor.dtype])
 
 
 def _without_chunks(message: Any) -> Any:
@@ -181,7 +181,7 @@ def _without_chunks(message: Any) -> Any:
 
 @pytest.mark.parametrize("message", _MESSAGES)
 def test_a_frame_is_what_protobuf_would_write_and_is_read_without_copies(message: Any) -> None:
-    [frame] = frames(_without_chunks(message), {"hidden": _FRAME_DATA})
+    [frame] = frames(_without_chunks(message), {"hidden": _FRAME_DATA}, {})
     assert type(message).FromString(serialized(frame)) == message
     data = message.SerializeToString()
     rest, [(header, piece)] = parsed(type(message), data)
@@ -194,7 +194,7 @@ def test_a_frame_is_what_protobuf_would_write_and_is_read_without_copies(message
 
 def test_within_a_process_whole_tensors_are_passed_on_as_they_are_and_checked_as_others_are() -> None:
     strided = torch.arange(24, dtype=torch.int32).reshape(4, 6).T
-    [frame] = frames(TrainReply(done=Done(loss=2.5)), {"hidden": _FRAME_DATA, "tokens": strided}, whole=True)
+    [frame] = frames(TrainReply(done=Done(loss=2.5)), {"hidden": _FRAME_DATA, "tokens": strided}, {}, whole=True)
     message, pieces = parsed(TrainReply, frame)
     assert message.done.loss == 2.5
     specs = {

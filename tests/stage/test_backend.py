@@ -127,7 +127,7 @@ async def test_tokens_outside_the_vocabulary_are_refused(stage: int, token: int)
     tokens[1, 3] = token
     inputs = {TOKENS: tokens, HIDDEN: hidden_of(0)}
     with pytest.raises(MalformedMessage, match="outside the vocabulary of 64"):
-        await backend.function.checked(inputs)
+        await backend.function.checked(inputs, backend.function.boundary)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -138,9 +138,9 @@ async def test_activations_out_of_range_are_refused(stage: int, bad: float, repe
     hidden = hidden_of(0).repeat(repeats, 1, 1)
     inputs = {TOKENS: tokens_of(0), HIDDEN: hidden.index_fill(1, torch.tensor([3]), bad)}
     function = backend_of(CONFIG, stage).function
-    await function.checked({**inputs, HIDDEN: hidden})
+    await function.checked({**inputs, HIDDEN: hidden}, function.boundary)
     with pytest.raises(MalformedMessage, match="'hidden' holds NaN"):
-        await function.checked(inputs)
+        await function.checked(inputs, function.boundary)
 
 
 def test_a_loss_that_is_not_finite_is_never_accumulated() -> None:

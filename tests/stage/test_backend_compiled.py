@@ -59,9 +59,9 @@ def _story(config: RunConfig, *, compiles: bool, compiled: list[object]) -> Tens
     found = story(backend)
     # As on a GPU, where DiLoCo's anchors come from the CPU.
     anchor = {name: value.detach().clone() for name, value in backend.weights.version.parameters.items()}
-    found["evaluation"] = backend.evaluate(inputs_of(9), anchor)
+    found["evaluation"] = backend.evaluate(inputs_of(9), backend.boundary_in(0), anchor)
     short = {TOKENS: tokens_of(9)[:1, :6], HIDDEN: hidden_of(9)[:1, :5]}
-    found["short evaluation"] = backend.evaluate(short, anchor)
+    found["short evaluation"] = backend.evaluate(short, backend.boundary_in(0), anchor)
     backend.budget.allow(0)
     forward = backend.forward(5, backend.weights.round.number, inputs_of(5))
     found["without room"] = arrived(forward.wire_hidden)

@@ -32,7 +32,7 @@ def _travel(boundary: Boundary, tensor: torch.Tensor) -> torch.Tensor:
     for piece in pieces("hidden", boundary.encode(tensor, _STAGING).wait()):
         reader.feed(piece)
     assert reader.complete
-    require_in_range("hidden", reader.tensors["hidden"])
+    require_in_range("hidden", reader.tensors["hidden"], boundary.encoding)
     return boundary.decode(reader.tensors["hidden"], 3, 7, _STAGING)
 
 
@@ -67,7 +67,10 @@ def test_the_largest_number_neither_overflows_nor_vanishes_in_fp16(largest: floa
 def test_a_scale_that_nobody_encodes_is_refused(exponent: float) -> None:
     wire = _boundary("fp16").encode(_hidden(), _STAGING).wait().clone()
     wire[0] = exponent
-    for use in (partial(require_in_range, "hidden"), lambda wire: _boundary("fp16").decode(wire, 3, 7, _STAGING)):
+    for use in (
+        partial(require_in_range, "hidden", encoding="fp16"),
+        lambda wire: _boundary("fp16").decode(wire, 3, 7, _STAGING),
+    ):
         with pytest.raises(MalformedMessage, match="fp16"):
             use(wire)
 

@@ -29,7 +29,7 @@ class _Context:
 
 async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
     """The opening is kept as long as its microbatch, which already has the tensors."""
-    [frame] = frames(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR})
+    [frame] = frames(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR}, {"x": "fp32"})
     data, callers = serialized(frame), Callers()
     openings, before_bytes = [], resident_bytes()
     for _ in range(_MESSAGES):

@@ -49,7 +49,7 @@ async def test_one_that_is_given_up_before_it_began_says_so() -> None:
         computation.result()
 
 
-async def _checked(_: object) -> None:
+async def _checked(*_: object) -> None:
     pass
 
 
@@ -59,6 +59,7 @@ class LastBackend:
     stage, is_last, num_computed = 1, True, 0
     weights = SimpleNamespace(require_sound=lambda: None)
     function = SimpleNamespace(checked=_checked)
+    boundary_in = staticmethod(lambda _: None)
 
     def forward_loss(self, *_: Any, **__: Any) -> tuple[float, None, None]:
         self.num_computed += 1

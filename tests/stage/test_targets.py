@@ -159,4 +159,4 @@ async def test_what_cannot_be_is_refused_at_every_stage(name: str, value: int) -
     batch[name] = batch[name].index_fill(1, torch.tensor([0]), value)
     for stage in Member(config).stages:
         with pytest.raises(MalformedMessage):
-            await stage.function.checked({**batch, HIDDEN: torch.zeros(2, 16, 32)})
+            await stage.function.checked({**batch, HIDDEN: torch.zeros(2, 16, 32)}, stage.function.boundary)

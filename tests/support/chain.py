@@ -28,6 +28,7 @@ from swarm.config import (
     WireConfig,
 )
 from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.calls import EncodingsIn
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Clock, SystemClock
@@ -200,7 +201,7 @@ class Peer:
         self.runtime = runtime
         self.router, self.channels, self.hop = _hop(
             config, stage, hop_clock, hop_limits, staging.host_bytes, own=process.block, own_id=own_next,
-            check_share=check_share,
+            check_share=check_share, encodings_in=lambda number: self.backend.boundary_in(number).encodings,
         )  # fmt: skip
         last = stage == config.stages.num_stages - 1
         context = StageContext(
@@ -423,14 +424,14 @@ async def running_chain(
 def _hop(
     config: RunConfig, stage: int, clock: Clock, limits: HopLimits, memory: NewBytes = new_bytes,
     own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None, own_id: PeerId = NOBODY,
-    check_share: float = 0.0,
+    check_share: float = 0.0, encodings_in: EncodingsIn = lambda _: {},
 ) -> tuple[Router, ChannelPool, Hop]:  # fmt: skip
     """The hop from `stage` to the next one, with its router and channels."""
     router, channels = Router(clock, random.Random(0), own_id), ChannelPool(insecure=True)
     hop = Hop(
         run_id=config.run_id, block=Block(stage + 1), router=router,
         channels=channels, clock=clock, limits=limits, memory=memory, own=own, check_share=check_share,
-        drifts=not config.rounds.synchronous,
+        drifts=not config.rounds.synchronous, encodings_in=encodings_in,
     )  # fmt: skip
     return router, channels, hop
 

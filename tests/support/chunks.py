@@ -6,17 +6,19 @@ import torch
 
 from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.v1.tensor_pb2 import TensorChunk
-from swarm.rpc.wire import Piece, frames, parsed, serialized
+from swarm.rpc.wire import DTYPES, Piece, frames, parsed, serialized
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
-    for frame in frames(TrainRequest(), {name: tensor}):
+    for frame in frames(TrainRequest(), {name: tensor}, {name: _NAMES[tensor.dtype]}):
         yield from TrainRequest.FromString(serialized(frame)).chunks
 
 
 def pieces(name: str, tensor: torch.Tensor) -> Iterator[Piece]:
     """The same chunks, as a reader of messages gets them."""
-    for frame in frames(TrainRequest(), {name: tensor}):
+    for frame in frames(TrainRequest(), {name: tensor}, {name: _NAMES[tensor.dtype]}):
         yield from parsed(TrainRequest, serialized(frame))[1]
 
 

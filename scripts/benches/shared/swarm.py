@@ -26,7 +26,7 @@ from swarm.machine.clock import SystemClock
 from swarm.metrics import read as read_metrics
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.stage.boundary import GRADIENT, HIDDEN
+from swarm.stage.boundary import GRADIENT, HIDDEN, boundary_of
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerRecord, PeerState
 
@@ -168,12 +168,9 @@ class SwarmProcesses:
         records = [record for peer in self.peers for record in peer.records if record.stage == stage]
         router.update(Block(stage), records)
         hop = Hop(
-            run_id=self.config.run_id,
-            block=Block(stage),
-            router=router,
-            channels=channels,
-            clock=clock,
-        )
+            run_id=self.config.run_id, block=Block(stage), router=router, channels=channels, clock=clock,
+            encodings_in=lambda _: boundary_of(self.config).encodings,
+        )  # fmt: skip
         return hop, channels
 
     def ready_file(self, name: str) -> Path:

@@ -115,5 +115,7 @@ def _held_out(backend: StageBackend, data: Microbatches) -> float:
     anchor = backend.weights.anchor(backend.weights.round.number)
     assert anchor is not None
     tokens = torch.cat([batch[TOKENS] for batch in data.held_out(NUM_SAMPLES)]).int()
-    found = [float(backend.evaluate({TOKENS: part}, anchor)) for part in tokens.chunk(NUM_BATCHES)]
+    found = [
+        float(backend.evaluate({TOKENS: part}, backend.boundary_in(0), anchor)) for part in tokens.chunk(NUM_BATCHES)
+    ]
     return sum(found) / len(found)

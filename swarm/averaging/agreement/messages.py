@@ -72,14 +72,9 @@ def lineage_after(previous: str, outcome: pb.Outcome) -> str:
     """The lineage of a peer that has applied a round's outcome."""
     prepared = outcome.prepared
     return next_lineage(
-        previous,
-        outcome.round,
-        prepared.digest,
-        prepared.member_ids,
-        total_squared_norm=outcome.total_squared_norm,
-        partners=digests_of(outcome.partners),
-        amended=prepared.amended,
-    )
+        previous, outcome.round, prepared.digest, prepared.member_ids, total_squared_norm=outcome.total_squared_norm,
+        partners=digests_of(outcome.partners), amended=prepared.amended,
+    )  # fmt: skip
 
 
 def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:

@@ -156,13 +156,9 @@ class Exchanges:
             return HandOut(shares, compare)
         own_part, feedback = self._own_part(shares), self.feedback.get(closed.contribution.fragment)
         return Reduction(
-            shares,
-            self._own_id,
-            codec=self.codec,
-            result_codec=self.result_codec,
-            owed=(lambda: feedback.owed(own_part)) if feedback else lambda: None,
-            compare=compare,
-        )
+            shares, self._own_id, codec=self.codec, result_codec=self.result_codec,
+            owed=(lambda: feedback.owed(own_part)) if feedback else lambda: None, compare=compare,
+        )  # fmt: skip
 
     def require_in_line(
         self, closed: Closed, round_number: int, shares: Shares, average: Average, events: Events
@@ -194,13 +190,9 @@ class Exchanges:
             side.fail(MemberFailed(self._own_id, "the exchange was given up", noticed_by=self._own_id))
             raise
         terms = Terms(
-            own_id=self._own_id,
-            shares=shares,
-            codec=self.codec,
-            result_codec=self.result_codec,
-            transport=transport,
+            own_id=self._own_id, shares=shares, codec=self.codec, result_codec=self.result_codec, transport=transport,
             timeout_seconds=timeout_seconds,
-        )
+        )  # fmt: skip
         if isinstance(side, HandOut):
             average = await gather(vector_D, side, terms)
         else:

@@ -300,13 +300,9 @@ class OtherMembers:
                 watching = asyncio.create_task(watch(scope))
                 try:
                     return await self.transport.exchange(
-                        peer,
-                        self.opening(peer_id),
-                        part,
-                        reply_bytes=reply_bytes,
-                        timeout_seconds=self.timeout_seconds,
-                        silence_seconds=None if waits else self.silence_seconds,
-                    )
+                        peer, self.opening(peer_id), part, reply_bytes=reply_bytes,
+                        timeout_seconds=self.timeout_seconds, silence_seconds=None if waits else self.silence_seconds,
+                    )  # fmt: skip
                 finally:
                     watching.cancel()
                     del watching, scope  # They would make a reference cycle too.
