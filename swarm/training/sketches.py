@@ -39,9 +39,6 @@ allowed here a liar may use for each of its microbatches, always in the same dir
 SIGNED_TOLERANCE = 0.1
 """The largest difference of two sketches of one microbatch, as a share of the larger norm, that kinds of hardware make.
 """
-MOST_TOGETHER = 1 << 16
-"""Matrices of fewer elements are copied, so that those of one width take one product together: in a small stage such
-calls are most of what a sketch costs."""
 LEAST_ELEMENT = 2.0**-22
 """Elements below this may be lost on the way, since float16 has no smaller ones that are exact."""
 
@@ -65,34 +62,21 @@ class Sketch:
         """Where each bucket begins in the vector, and the vector's end."""
         self._rows = [*firsts_N.tolist(), len(lengths_R)]
         """The first row of each bucket, and the number of rows."""
-        self._signs = signs = _Signs(
-            _signs(f"{seed} rows", len(lengths_R)), _signs(f"{seed} columns", columns.max()), _tensor(buckets_R)
-        )
-        together: dict[tuple[int, str], list[str]] = {}
-        for name, (num_rows, width) in self._shapes.items():
-            together.setdefault((width, name if num_rows * width > MOST_TOGETHER else ""), []).append(name)
-        self._products = [(width, names) for (width, _), names in together.items()]
-        """The matrices of which one product is made: their width and their names."""
-        first = dict(zip(self._shapes, np.cumsum(rows) - rows, strict=True))
-        order = [first[name] + np.arange(self._shapes[name][0]) for _, names in self._products for name in names]
-        order_R = _tensor(np.concatenate(order))
-        in_order = signs._replace(rows_R=signs.rows_R[order_R], buckets_R=signs.buckets_R[order_R])
-        self._on = {torch.device("cpu"): in_order}
-        """The signs in that order, on each device where they were needed."""
+        cpu = _signs(f"{seed} rows", len(lengths_R)), _signs(f"{seed} columns", columns.max()), _tensor(buckets_R)
+        self._on = {torch.device("cpu"): cpu}
+        """The signs of rows and columns, and each row's bucket, on each device where they were needed."""
 
     @torch.no_grad()
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The sketch of a gradient, float32 (N,) on its device. Does not wait for the device, but the first time."""
         device = next(iter(tensors.values())).device
         if device not in self._on:
-            self._on[device] = _Signs(*(each.to(device) for each in self._on[torch.device("cpu")]))
-        matrices = []
-        for width, names in self._products:
-            num_dimensions, given = min(width, 2), [tensors[name] for name in names]
-            # Nothing needless is done to a tensor.
-            some = [each if each.ndim == num_dimensions else each.flatten(num_dimensions - 1) for each in given]
-            matrices.append(some[0] if len(some) == 1 else torch.cat(some))
-        return _added(matrices, self._on[device], len(self._edges) - 1)
+            rows, columns, buckets = self._on[torch.device("cpu")]
+            self._on[device] = rows.to(device), columns.to(device), buckets.to(device)
+        # Nothing needless is done to a tensor: in a small stage such calls are most of what a sketch costs.
+        shaped = ((tensors[name], shape) for name, shape in self._shapes.items())
+        matrices = (each if each.ndim <= 2 else each.reshape(shape) for each, shape in shaped)
+        return self._added(matrices, slice(0, len(self._edges) - 1), device)
 
     def buckets(self, part: slice) -> slice:
         """The buckets that lie wholly within a part of the vector."""
@@ -104,9 +88,7 @@ class Sketch:
         buckets = self.buckets(part)
         start, stop = (self._edges[edge] - part.start for edge in (buckets.start, buckets.stop))
         norm = float(torch.linalg.vector_norm(part_P[start:stop], dtype=torch.float64))
-        rows, signs = slice(self._rows[buckets.start], self._rows[buckets.stop]), self._signs
-        of_part = _Signs(signs.rows_R[rows], signs.columns_C, signs.buckets_R[rows] - buckets.start)
-        return _added(self._matrices(part_P, part.start, buckets), of_part, buckets.stop - buckets.start), norm
+        return self._added(self._matrices(part_P, part.start, buckets), buckets, torch.device("cpu")), norm
 
     def num_elements(self, buckets: slice) -> int:
         return int(self._edges[buckets.stop] - self._edges[buckets.start])
@@ -121,23 +103,16 @@ class Sketch:
                 yield part_P[at + begin * columns : at + end * columns].view(-1, columns)
             row, place = row + rows, place + rows * columns
 
-
-class _Signs(NamedTuple):
-    """The signs of some rows and of all columns, and each row's bucket."""
-
-    rows_R: torch.Tensor
-    columns_C: torch.Tensor
-    buckets_R: torch.Tensor
-
-
-def _added(matrices: Iterable[torch.Tensor], signs: _Signs, num_buckets: int) -> torch.Tensor:
-    all_float = (each if each.dtype is torch.float32 else each.float() for each in matrices)
-    sums = [
-        each.flatten() if each.ndim < 2 or each.shape[1] == 1 else torch.mv(each, signs.columns_C[: each.shape[1]])
-        for each in all_float
-    ]  # fmt: skip
-    numbers_N = torch.zeros(num_buckets, device=signs.rows_R.device)
-    return numbers_N.index_add_(0, signs.buckets_R, torch.cat(sums) * signs.rows_R)
+    def _added(self, matrices: Iterable[torch.Tensor], buckets: slice, device: torch.device) -> torch.Tensor:
+        signs_R, signs_C, buckets_R = self._on[device]
+        all_float = (each if each.dtype is torch.float32 else each.float() for each in matrices)
+        sums = [
+            each.flatten() if each.ndim < 2 or each.shape[1] == 1 else torch.mv(each, signs_C[: each.shape[1]])
+            for each in all_float
+        ]  # fmt: skip
+        rows = slice(self._rows[buckets.start], self._rows[buckets.stop])
+        numbers_N = torch.zeros(buckets.stop - buckets.start, device=device)
+        return numbers_N.index_add_(0, buckets_R[rows] - buckets.start, torch.cat(sums) * signs_R[rows])
 
 
 def _rows_and_columns(tensor: torch.Tensor) -> tuple[int, int]:
