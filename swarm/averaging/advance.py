@@ -53,7 +53,8 @@ class Advance:
                 self.member.set_behind(False)
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
-        """Answer the leader's Commit: apply the prepared result. Runs to its end even if the leader hangs up."""
+        """Answer the leader's Commit: apply the prepared result, by which the stage takes its outer step and begins the
+        next round. Runs to its end even if the leader hangs up."""
         outcome = pb.Outcome(
             round=request.round, prepared=pb.Prepared(digest=request.digest, signatures=request.signatures),
             partners=request.partners, total_squared_norm=request.total_squared_norm,

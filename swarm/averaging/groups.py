@@ -18,7 +18,8 @@ from typing import Protocol
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.blame import AttemptFailed, Blame
 from swarm.averaging.agreement.messages import Ballot, Standing
-from swarm.averaging.agreement.rules import Begun, agreed
+from swarm.averaging.agreement.place import Begun
+from swarm.averaging.agreement.rules import agreed
 from swarm.averaging.agreement.shares import Counts, Shares, divide
 from swarm.averaging.roster import Roster
 from swarm.rpc.v1 import averaging_pb2 as pb

@@ -50,9 +50,6 @@ class LeadLoop:
     """The number of failed attempts, by reason."""
     _attempts: Counter[int] = field(default_factory=Counter, init=False)
     """The number of the last attempt, by round."""
-    _waits_for_quorum: bool = field(default=False, init=False)
-    _led_since: float | None = field(default=-math.inf, init=False)
-    """When this peer took the lead over; None while it does not lead."""
 
     async def run(self) -> None:
         """Lead whenever it is this peer's turn, until cancelled. After a cancellation, members do not know how a
@@ -62,7 +59,7 @@ class LeadLoop:
         await wait(self.context.changes.next, timing.heartbeat_seconds)
         while True:
             changed, looked_at = self.context.changes.next, clock.monotonic()
-            if not self.may_begin():
+            if not self.watch.may_begin():
                 # In a large group reports come faster than the round can be looked at.
                 rest_seconds = _REST_PER_LOOK * (clock.monotonic() - looked_at)
                 await clock.sleep(min(timing.heartbeat_seconds, rest_seconds))
@@ -73,41 +70,6 @@ class LeadLoop:
                 num_failures += 1
                 backoff = timing.retry_seconds * 2 ** (num_failures - 2) if num_failures > 1 else 0.0
                 await clock.sleep(min(timing.max_retry_seconds, backoff))
-
-    def may_begin(self) -> bool:
-        view, place = self.watch.view(), self.place
-        if not self._hears_all(view.is_leader) or self.reporter.may_be_behind or place.group.active is not None:
-            return False
-        if place.branches.is_in_doubt:
-            # This peer may have been left behind: then it would commit a second result of a round that is over.
-            return False
-        members = self.roster.members(place.standing)
-        is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
-        # No attempt begins while a member is silent, because it would hold up the replays of that member's
-        # microbatches.
-        is_ready = view.complete and not self.watch.overdue() and not self.roster.awaits_members(place.standing)
-        if not (is_unfinished or is_ready):
-            return False
-        is_present = self.watch.has_quorum(view.progress.keys())
-        if not is_present and not self._waits_for_quorum:
-            logger.warning("round %d waits for a majority of the last round's members", view.round)
-        self._waits_for_quorum = not is_present
-        return is_present
-
-    def _hears_all(self, is_leader: bool) -> bool:
-        """Whether this peer leads, and did so for long enough that all members report to it.
-
-        Members notice one after the other that the last leader is gone. With DiLoCo the first few of them may have the
-        samples of a round. If they committed it, the others, who may be the most, would go on from where they are: on
-        another branch. In a large stage a new leader does not even know whom it has yet to hear.
-        """
-        now = self.context.clock.monotonic()
-        if not is_leader:
-            self._led_since = None
-            return False
-        self._led_since = now if self._led_since is None else self._led_since
-        has_time = now - self._led_since >= self.context.timing.takeover_seconds
-        return has_time or self.context.config.rounds.synchronous or not self.roster.contacts.serving()
 
     async def _attempt(self) -> bool:
         standing, promised = self.place.standing, self.place.group.promised
@@ -191,7 +153,7 @@ class Succession:
         standing, group = self.place.standing, self.place.group
         told = await self.survey.look()
         leader_id, own = self.watch.leader_id, self.member.progress()
-        if self.place.standing != standing or self.watch.reporter.may_be_behind:
+        if self.place.standing != standing or self.watch.may_be_behind():
             return
         if leader_id == self.context.own_id or not self.watch.is_whole(told | {self.context.own_id: own}):
             self._tenure.restart()

@@ -45,7 +45,8 @@ class Participant:
     # -- first phase -------------------------------------------------------------------------------------------------
 
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
-        """Promise the attempt and close the contribution. If closing takes long, the answer reports its progress.
+        """Promise the attempt and close the contribution: the stage freezes it, with DiLoCo its anchor minus its
+        weights (`contribute` in diloco_weights). If that takes long, the answer reports its progress.
 
         Closing goes on if this call is cancelled. Raises MalformedMessage for another leader's attempt.
         """
@@ -106,8 +107,9 @@ class Participant:
             raise Refused("this member knows of amendments of which the leader has not heard, or the other way round")
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
-        """Exchange with the other members and keep the result, or a group's average. The exchange ends early after an
-        abort, a newer attempt, or doubt about the leader.
+        """Exchange with the other members and keep the result, or a group's average. `attempt.exchange` runs the
+        butterfly (allreduce), while `serve` feeds what the others send to this member's Reduction. The exchange ends
+        early after an abort, a newer attempt, or doubt about the leader.
 
         Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
         """

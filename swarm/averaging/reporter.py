@@ -19,7 +19,7 @@ from swarm.averaging.agreement.place import Place
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import Roster
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import REPORT, Caller, contact_of
+from swarm.averaging.wire.transport import REPORT, Caller
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, RoundMember
@@ -35,10 +35,11 @@ class Survey:
 
     context: Context
     place: Place
-    member: RoundMember
     roster: Roster
     advance: Advance
     call: Caller
+    report: Callable[[PeerId], pb.ReportRequest]
+    """Makes a report for a peer; see watch.report_to."""
     _asked: set[PeerId] = field(default_factory=set, init=False)
     """The peers that served at the last call of `choose`."""
 
@@ -81,7 +82,7 @@ class Survey:
 
         async def ask(peer: PeerRecord) -> None:
             peer_id = PeerId(peer.peer_id)
-            request = self.request(peer_id)
+            request = self.report(peer_id)
             # So the peer that is asked does not take this one for a member.
             request.unanswered = True
             try:
@@ -93,20 +94,6 @@ class Survey:
         async with asyncio.TaskGroup() as calls:
             for peer in peers:
                 calls.create_task(ask(peer))
-
-    def request(self, peer_id: PeerId) -> pb.ReportRequest:
-        """Make a report: where this peer stands, and what it has of the round."""
-        progress, prepared = self.member.progress(), self.place.group.prepared
-        return pb.ReportRequest(
-            address=self.context.address,
-            sender=contact_of(self.context.present),
-            standing=messages.pack_standing(self.place.standing),
-            num_samples=progress.num_samples,
-            committed_gaps=messages.pack_indices(progress.committed),
-            highest_microbatch=progress.highest_microbatch,
-            prepared=messages.pack_ballot(prepared.ballot if prepared else None),
-            unanswered=peer_id in self.roster.suspicions.suspected,
-        )
 
     async def tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
         """Send a report, and send it again if the connection breaks. Raises what the peer or the transport raises."""
@@ -183,7 +170,6 @@ class Reporter:
     def __post_init__(self) -> None:
         self._turn_at = self.context.clock.monotonic()
 
-    @property
     def may_be_behind(self) -> bool:
         """Whether the group may have gone on without this peer, because this peer catches up, or stood still for a
         while."""
@@ -273,7 +259,7 @@ class Reporter:
         timeout_seconds = self.context.timing.report_seconds if is_leader else self.context.timing.call_seconds
         self._under_way.add(peer_id)
         try:
-            request = self.survey.request(peer_id)
+            request = self.survey.report(peer_id)
             reply = await self.survey.tell(peer, request, timeout_seconds)
             await self._act_on(peer_id, standing, active, reply)
             if request.unanswered:

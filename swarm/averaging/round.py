@@ -22,8 +22,8 @@ from typing import Any
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.blame import SLOW, AttemptFailed, Blame, require_true_results, without_the_useless
 from swarm.averaging.agreement.messages import Ballot, Standing
-from swarm.averaging.agreement.place import Place
-from swarm.averaging.agreement.rules import Begun, agreed, superfluous, unfinished
+from swarm.averaging.agreement.place import Begun, Place, unfinished
+from swarm.averaging.agreement.rules import agreed, superfluous
 from swarm.averaging.agreement.shares import Shares, clip_of, divide, prepared_of
 from swarm.averaging.agreement.timing import OWNER_PATIENCE, deadline_seconds
 from swarm.averaging.barrier import Barrier

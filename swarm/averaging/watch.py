@@ -1,9 +1,10 @@
-"""What a leader hears of its group's round, and what follows: what the members have of it, whether that is all of it,
-and who may commit it.
+"""From a report to an attempt: what members report to their leader, what that adds up to, and whether the leader may
+begin.
 
-Members report, and are answered here. With the reports goes this peer's own progress.
+What the leader itself has of the round counts with the reports.
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from typing import assert_never
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import contact_of
@@ -22,6 +22,8 @@ from swarm.errors import NotReady
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, RoundMember
 from swarm.types import Block, PeerId
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +56,38 @@ class GroupView:
     quiet_seconds: float
 
 
+def report_to(context: Context, place: Place, member: RoundMember, roster: Roster, peer_id: PeerId) -> pb.ReportRequest:
+    """What a member reports: where it stands, and what it has of the round. Reporter sends this to the leader after
+    every change, such as an inner step, and with each heartbeat."""
+    progress, prepared = member.progress(), place.group.prepared
+    return pb.ReportRequest(
+        address=context.address,
+        sender=contact_of(context.present),
+        standing=messages.pack_standing(place.standing),
+        num_samples=progress.num_samples,
+        committed_gaps=messages.pack_indices(progress.committed),
+        highest_microbatch=progress.highest_microbatch,
+        prepared=messages.pack_ballot(prepared.ballot if prepared else None),
+        unanswered=peer_id in roster.suspicions.suspected,
+    )
+
+
 @dataclass(eq=False)
 class RoundWatch:
     context: Context
     place: Place
     member: RoundMember
     roster: Roster
-    reporter: Reporter
+    nudge: Callable[[PeerId], None]
+    """Has this peer report to another one soon."""
+    may_be_behind: Callable[[], bool]
+    """Tells whether the group may have gone on without this peer, because it catches up, or stood still."""
     _told_round: int = field(default=-1, init=False)
     _told_at: dict[PeerId, float] = field(default_factory=dict, init=False)
     """When this peer, in `_told_round`, last sent to each member what all members have committed."""
+    _waits_for_quorum: bool = field(default=False, init=False)
+    _led_since: float | None = field(default=-math.inf, init=False)
+    """When this peer took the lead over; None while it does not lead."""
 
     # -- what members report -----------------------------------------------------------------------------------------
 
@@ -82,7 +106,7 @@ class RoundWatch:
         # its reports say so.
         self.place.branches.reported(peer_id, theirs)
         if not self.place.branches.is_known(theirs) and self.place.leads is None:
-            self.reporter.nudge(peer_id)
+            self.nudge(peer_id)
         reply = pb.ReportReply(
             standing=messages.pack_standing(standing), active=messages.pack_ballot(self.place.leads),
             outcome=self.place.outcomes.get(theirs.round), leader=self.leader_contact(),
@@ -150,19 +174,59 @@ class RoundWatch:
     def overdue(self) -> Set[PeerId]:
         # A peer that stood still has received no reports in that time, and during an attempt nothing is added to a
         # round.
-        is_of_use = not self.reporter.may_be_behind and self.place.leads is None
+        is_of_use = not self.may_be_behind() and self.place.leads is None
         return self.roster.overdue(self.place.standing) if is_of_use else frozenset()
 
     # -- who leads ---------------------------------------------------------------------------------------------------
 
     @property
     def leader_id(self) -> PeerId:
+        """This peer while it leads an attempt; else, of the living peers that stand here or ahead, the one with the
+        lowest id."""
         return self.context.own_id if self.place.leads else self.roster.leader(self.place.standing)
 
     def leader_contact(self) -> pb.Contact:
         return contact_of(self.roster.contacts.record(self.leader_id) or self.context.present)
 
     # -- what may be done --------------------------------------------------------------------------------------------
+
+    def may_begin(self) -> bool:
+        """Whether this peer is to make an attempt now. The lead loop asks this after every change, and has
+        `Round.attempt` make it. Its members are those in `view().progress`: this peer, and those that have reported
+        lately from this very round and branch."""
+        view, place = self.view(), self.place
+        if not self._hears_all(view.is_leader) or self.may_be_behind() or place.group.active is not None:
+            return False
+        if place.branches.is_in_doubt:
+            # This peer may have been left behind: then it would commit a second result of a round that is over.
+            return False
+        members = self.roster.members(place.standing)
+        is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
+        # No attempt begins while a member is silent, because it would hold up the replays of that member's
+        # microbatches.
+        is_ready = view.complete and not self.overdue() and not self.roster.awaits_members(place.standing)
+        if not (is_unfinished or is_ready):
+            return False
+        is_present = self.has_quorum(view.progress.keys())
+        if not is_present and not self._waits_for_quorum:
+            logger.warning("round %d waits for a majority of the last round's members", view.round)
+        self._waits_for_quorum = not is_present
+        return is_present
+
+    def _hears_all(self, is_leader: bool) -> bool:
+        """Whether this peer leads, and did so for long enough that all members report to it.
+
+        Members notice one after the other that the last leader is gone. With DiLoCo the first few of them may have the
+        samples of a round. If they committed it, the others, who may be the most, would go on from where they are: on
+        another branch. In a large stage a new leader does not even know whom it has yet to hear.
+        """
+        now = self.context.clock.monotonic()
+        if not is_leader:
+            self._led_since = None
+            return False
+        self._led_since = now if self._led_since is None else self._led_since
+        has_time = now - self._led_since >= self.context.timing.takeover_seconds
+        return has_time or self.context.config.rounds.synchronous or not self.roster.contacts.serving()
 
     def may_end(
         self, standing: Standing, committed: Collection[int], num_samples: int, present: Collection[PeerId]

@@ -18,14 +18,14 @@ async def test_who_was_stopped_may_be_behind_from_the_moment_that_it_notices() -
         await asyncio.sleep(0.01)
 
         def spawn(work: Coroutine[Any, Any, Any]) -> None:
-            spawned.append(reporter.may_be_behind)
+            spawned.append(reporter.may_be_behind())
             work.close()
 
         with patch.object(peer.averager.context.tasks, "spawn", spawn):
             peer.clock.lost_seconds += QUICK.late_seconds
             await until(lambda: bool(spawned))
         assert spawned == [True]
-        assert reporter.may_be_behind, "until it has asked the others"
+        assert reporter.may_be_behind(), "until it has asked the others"
 
 
 @in_virtual_time

@@ -57,7 +57,7 @@ def spoil(network: Network, number: int, how: str) -> None:
 
     match how:
         case "begins nothing":
-            leader.lead_loop.may_begin = lambda: False  # type: ignore[method-assign]
+            leader.watch.may_begin = lambda: False  # type: ignore[method-assign]
         case "begins only":
             network.before = lose
         case "commits nothing":

@@ -7,7 +7,7 @@ from typing import Any
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Ballot
-from swarm.averaging.agreement.rules import Begun
+from swarm.averaging.agreement.place import Begun
 from swarm.averaging.agreement.shares import Counts
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError

@@ -1,12 +1,13 @@
 """One peer's place in its group: where it stands, how the last rounds ended, and what it has promised and leads in this
 round.
 
-`Group` is what two-phase commit asks of a member. `Advance` alone moves the place. `Participant`, `OwnRound`, `Round`
-and `Barrier` note what is promised, decided and awaited. The other parts read it.
+`Group` is what two-phase commit asks of a member, and `unfinished` what it asks of a leader that comes after another.
+`Advance` alone moves the place. `Participant`, `OwnRound`, `Round` and `Barrier` note what is promised, decided and
+awaited. The other parts read it.
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,11 +17,15 @@ from swarm.averaging.agreement.branches import Branches
 from swarm.averaging.agreement.messages import Ballot, Refused, Standing
 from swarm.config import Timeline
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
 
 KEPT_OUTCOMES = 4
 """A peer keeps the outcomes of so many committed rounds, or of as many as there are fragments, if that is more. Stages
 that have tied parameters wait for each other only in the rounds that average these, so they may be as many rounds
 apart as there are fragments."""
+
+Begun = Mapping[PeerId, pb.BeginReply]
+"""The answers of the members that began an attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +154,25 @@ class Group:
     def _require_round(self, round_number: int) -> None:
         if round_number != self.round:
             raise Refused(f"this member is at round {self.round}, not {round_number}")
+
+
+def unfinished(begun: Begun) -> pb.Prepared | None:
+    """The newest result of an earlier attempt, if it may have been decided; else None. It cannot have been decided if a
+    member of its exchange (with groups, of the last one) does not hold it, or if half of all members do not."""
+    prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
+    if not prepared:
+        return None
+    newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
+    ballot = messages.require_ballot(newest.ballot)
+    # The answer of a member that was restarted since does not count: it may have prepared the result and forgotten it.
+    lacking = {
+        peer
+        for peer, reply in begun.items()
+        if reply.prepared.digest != newest.digest and messages.require_ballot(reply.since) <= ballot
+    }.intersection(newest.member_ids)
+    if lacking.intersection(newest.decider_ids or newest.member_ids) or 2 * len(lacking) >= len(newest.member_ids):
+        return None
+    return messages.signed_by_all(newest, [each for each in prepared if each.digest == newest.digest])
 
 
 @dataclass(frozen=True, kw_only=True)

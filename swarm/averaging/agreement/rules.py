@@ -1,7 +1,7 @@
-"""The rules of an attempt: which earlier result must be finished first, who drops what two members count, and what a
+"""The rules of an attempt: which of the members' equal results counts, who drops what two members count, and what a
 leader may say that members gave.
 
-When a round is complete, and who may commit it, is in watch, and who leads in the roster.
+Which earlier result must be finished first is in place, and when a round is complete in watch.
 """
 
 from collections import Counter
@@ -14,9 +14,6 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.tally import NOTHING_GIVEN, Given
 from swarm.types import Block, PeerId
 
-Begun = Mapping[PeerId, pb.BeginReply]
-"""The answers of the members that began an attempt."""
-
 
 def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared:
     """The result that members of an exchange hold, who all name the same digest. That does not cover the norm: it is
@@ -25,25 +22,6 @@ def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared
         return results[own_id]
     by_norm = sorted(results.values(), key=lambda prepared: prepared.squared_norm)
     return by_norm[(len(by_norm) - 1) // 2]
-
-
-def unfinished(begun: Begun) -> pb.Prepared | None:
-    """The newest result of an earlier attempt, if it may have been decided; else None. It cannot have been decided if a
-    member of its exchange (with groups, of the last one) does not hold it, or if half of all members do not."""
-    prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
-    if not prepared:
-        return None
-    newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
-    ballot = messages.require_ballot(newest.ballot)
-    # The answer of a member that was restarted since does not count: it may have prepared the result and forgotten it.
-    lacking = {
-        peer
-        for peer, reply in begun.items()
-        if reply.prepared.digest != newest.digest and messages.require_ballot(reply.since) <= ballot
-    }.intersection(newest.member_ids)
-    if lacking.intersection(newest.decider_ids or newest.member_ids) or 2 * len(lacking) >= len(newest.member_ids):
-        return None
-    return messages.signed_by_all(newest, [each for each in prepared if each.digest == newest.digest])
 
 
 def given_fault(

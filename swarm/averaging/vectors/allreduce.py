@@ -171,6 +171,7 @@ class _Butterfly:
             self._residual_D = await asyncio.to_thread(torch.zeros_like, self._vector_D)
         fetches = {owner: partial(self._fetch, owner, part) for owner, part in self._owners.items()}
         await terms.with_all(fetches, self._reduction)
+        # It covers the shares (members, counts, weights, parts), and the encoded sum and norm of every part.
         digest = await asyncio.to_thread(terms.digest_of, self._payloads, with_norms=True)
         return self._average(digest)
 

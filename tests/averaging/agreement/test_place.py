@@ -2,8 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.agreement.messages import Ballot, Refused
-from swarm.averaging.agreement.place import Group, Phase
+from swarm.averaging.agreement.messages import Ballot, Refused, pack_ballot
+from swarm.averaging.agreement.place import Group, Phase, unfinished
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
 
 OLD, MIDDLE, NEW = Ballot(1, "b"), Ballot(2, "a"), Ballot(2, "c")
 
@@ -121,3 +123,45 @@ def test_promises_only_rise_and_only_prepared_results_are_committed(operations: 
             assert before == (group.round, group.promised, group.phase, group.prepared)
         assert before[1] is None or (group.promised is not None and group.promised >= before[1])
         assert group.active is None or group.active == group.promised
+
+
+# -- what an earlier attempt left ------------------------------------------------------------------------------------
+
+A, B, C = (PeerId(name) for name in "abc")
+
+
+def prepared(attempt: int, digest: str = "sum") -> pb.Prepared:
+    return pb.Prepared(ballot=pack_ballot(Ballot(attempt, "a")), digest=digest, member_ids=[A, B, C])
+
+
+def reply(result: pb.Prepared | None = None, since: int = 1) -> pb.BeginReply:
+    return pb.BeginReply(prepared=result, since=pack_ballot(Ballot(since, "a")))
+
+
+def test_nothing_is_prepared() -> None:
+    assert unfinished({A: reply(), B: reply()}) is None
+
+
+def test_what_all_that_are_left_have_prepared_may_have_been_decided() -> None:
+    assert unfinished({A: reply(prepared(2)), B: reply(prepared(2))}) == prepared(2)
+
+
+def test_a_member_that_has_not_prepared_it_knows_better() -> None:
+    assert unfinished({A: reply(prepared(2)), B: reply()}) is None
+
+
+def test_who_was_restarted_since_has_no_say() -> None:
+    assert unfinished({A: reply(prepared(2)), B: reply(since=3)}) == prepared(2)
+
+
+def test_the_newest_counts() -> None:
+    assert unfinished({A: reply(prepared(3, "new")), B: reply(prepared(2))}) is None
+    assert unfinished({A: reply(prepared(3, "new")), B: reply(prepared(3, "new"))}) == prepared(3, "new")
+
+
+@pytest.mark.parametrize(("num_lacking", "may_be_decided"), [(2, True), (3, False)])
+def test_a_result_of_groups_is_not_decided_before_most_members_hold_it(num_lacking: int, may_be_decided: bool) -> None:
+    members = [PeerId(f"peer {number}") for number in range(6)]
+    result = pb.Prepared(ballot=pack_ballot(Ballot(2, "l")), digest="d", member_ids=members, decider_ids=members[:2])
+    begun = {peer: reply(result if number >= num_lacking else None) for number, peer in enumerate(members[::-1])}
+    assert unfinished(begun) == (result if may_be_decided else None)
