@@ -8,8 +8,8 @@ from peers.doctor.ports import Ports
 from peers.reach.listen import Outside
 from peers.shared import logs
 from peers.shared import option_types as takes
-from peers.shared.run_options import InviteOption
-from swarm.checkpoint.keeping import Keeping
+from peers.shared.run_options import InviteOption, KeepingOptions
+from peers.shared.stage_choice import StagesOrAuto
 
 _OF_A_RUN = (
     "token", "stage", "host", "port", "dht_port", "announce", "announce_dht", "checkpoint", "keep_checkpoints",
@@ -19,7 +19,7 @@ _OF_A_RUN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
+class DoctorOptions(KeepingOptions):
     """Say whether this machine can serve a stage, and what stands in the way. The options are those of swarm-peer."""
 
     invite: InviteOption = None
@@ -28,7 +28,7 @@ class DoctorOptions:
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), or in SWARM_TOKEN."""
-    stage: takes.StagesOrAuto = "auto"
+    stage: StagesOrAuto = "auto"
     """Stage that the peer is to serve, or adjacent ones (1-3), or all."""
     device: str = "auto"
     """Device that the peer is to compute on."""
@@ -44,10 +44,6 @@ class DoctorOptions:
     """HOST[:PORT] at which others are to reach --port, once for each such address."""
     announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """HOST[:PORT] at which others are to reach --dht-port, likewise."""
-    checkpoint: takes.Folder | None = None
-    """Folder for checkpoints."""
-    keep_checkpoints: takes.Positive = Keeping.keep
-    """Checkpoints to keep."""
     model: takes.FolderOrName | None = None
     """Instead of a run: say what a run with this model would take, for each stage, here and on common GPUs, and for how
     long. A folder, or a name on the hub, of which only the configuration is downloaded."""

@@ -29,7 +29,8 @@ from peers.shared.needs import of_stages
 from peers.shared.network import Membership
 from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.room import Room, together
-from peers.shared.run_options import naming_options
+from peers.shared.run_options import KeepingOptions, naming_options
+from peers.shared.stage_choice import StagesOrAuto
 from swarm import __version__
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
@@ -54,16 +55,16 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: 
     if isinstance(run, str):
         findings += [machine.files(0), *unasked(plan.ports)]
         return [*findings, not_checked("the rest", run)]
-    findings += await asyncio.to_thread(_for_run, plan, run, device)
+    findings += await asyncio.to_thread(_for_run, plan, plan.stage, run, device)
     return [*findings, versions(run.known.everyone()), *on_line]
 
 
-async def in_passing(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
+async def in_passing(plan: KeepingOptions, span: StagesOrAuto, run: Membership, device: Device | None) -> list[Finding]:
     """Make the checks that take only a moment, and return the findings that say that something is wrong."""
     peers = run.known.everyone()
     found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
     on_line = [line.judge_clock(found), line.judge_round_trip(found)]
-    return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
+    return [finding for finding in (*_for_run(plan, span, run, device), *on_line) if finding.state is State.WRONG]
 
 
 async def _on_line(plan: DoctorOptions, run: Membership, dht_addresses: Sequence[str]) -> list[Finding]:
@@ -87,24 +88,23 @@ async def _to_peers(run: Membership) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
+def _for_run(plan: KeepingOptions, span: StagesOrAuto, run: Membership, device: Device | None) -> list[Finding]:
     findings = [machine.files(len(run.known.everyone()))]
     if run.config.model.custom_class:
         why = "the run has a model of its own, which a peer measures as it starts"
         return [*findings, not_checked("memory", why), not_checked("disk", why)]
-    span = None if plan.stage == "auto" else plan.stage.of(run.config)
-    num_peers = 1 + min(len(run.known.others(block)) for block in span or run.blocks)
+    blocks = None if span == "auto" else span.of(run.config)
+    num_peers = 1 + min(len(run.known.others(block)) for block in blocks or run.blocks)
     each = of_stages(run.config, on_gpu=device is not None and device.kind == "cuda", num_peers=num_peers)
     if device is None:
         findings.append(not_checked("memory", "there is no device"))
     else:
-        findings.append(machine.judge_memory(each, Room.on(device), span))
-    needs = [*each.values()] if span is None else [together(each, span)]
+        findings.append(machine.judge_memory(each, Room.on(device), blocks))
+    needs = [*each.values()] if blocks is None else [together(each, blocks)]
     findings.append(machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may"))
     if plan.checkpoint is not None:
-        # There is one more for a while: the next checkpoint is whole before the oldest is deleted.
-        most = (plan.keep_checkpoints + 1) * max(need.checkpoint for need in needs)
-        findings.append(machine.disk(plan.checkpoint, most, f"{plan.keep_checkpoints + 1} checkpoints"))
+        most, each_bytes = plan.keeping.most, max(need.checkpoint for need in needs)
+        findings.append(machine.disk(plan.checkpoint, most * each_bytes, f"{most} checkpoints"))
     return findings
 
 

@@ -12,8 +12,8 @@ from peers.local.options import PRESET, LocalOptions
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli, devices
 from peers.shared.devices import Device
-from peers.shared.option_types import StageChoice
 from peers.shared.run_options import CheckpointOptions
+from peers.shared.stage_choice import StageChoice
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
 from swarm.types import Block, PeerRecord, PeerState

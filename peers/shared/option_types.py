@@ -8,19 +8,16 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from tyro.constructors import PrimitiveConstructorSpec
 
 from swarm.dht.addresses import free_port
 from swarm.machine.words import counted
-from swarm.types import LARGEST_COUNT, LONGEST_NAME, NAME_PATTERN, Block
-
-if TYPE_CHECKING:
-    from swarm.config import RunConfig
+from swarm.types import LARGEST_COUNT, LARGEST_STAGE, LONGEST_NAME, NAME_PATTERN
 
 MOST = 10**9
 """The largest number of steps, samples, texts and the like: more than anybody waits for."""
@@ -169,70 +166,7 @@ Count = Annotated[int, whole(0, MOST)]
 Positive = Annotated[int, whole(1, MOST)]
 Tokens = Annotated[int, whole(0, LARGEST_COUNT)]
 """The tokens of a text, or any other number that goes into messages."""
-Stages = Annotated[int, whole(1, 4096)]
-LARGEST_STAGE = 4095
-
-
-@dataclass(frozen=True)
-class StageChoice:
-    """What one process serves: adjacent stages (2, 1-3, or all of a run, whose number need not be known yet) with all
-    their variants, or with those on one path; or one variant of a stage (2.1)."""
-
-    first: int = 0
-    last: int | None = None
-    """None for the last one of the run."""
-    variant: int | None = None
-    path: int | None = None
-
-    def __str__(self) -> str:
-        if self.variant is not None:
-            return f"{self.first}.{self.variant}"
-        if self.last is None:
-            return "all"
-        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
-
-    @property
-    def label(self) -> str:
-        of_path = "" if self.path is None else f"path {self.path}"
-        return of_path if of_path and self.last is None else f"stage {self}{of_path and ' of '}{of_path}"
-
-    @classmethod
-    def parse(cls, word: str) -> "StageChoice | None":
-        if word == "all":
-            return cls()
-        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4})|\.(\d{1,4}))?", word, re.ASCII)
-        span = match and cls(int(match[1]), int(match[2] or match[1]), int(match[3]) if match[3] else None)
-        return span if span and span.first <= (span.last or 0) <= LARGEST_STAGE else None
-
-    def stages(self, num_stages: int) -> range:
-        """These stages of a run. Raises ValueError if the run has not all of them."""
-        last = num_stages - 1
-        if self.last is not None and self.last > last:
-            known = f"the stages 0 to {last}" if last else "stage 0 alone"
-            raise ValueError(f"--stage {self} does not exist: this run has {known}")
-        return range(self.first, (last if self.last is None else self.last) + 1)
-
-    def of(self, config: "RunConfig") -> tuple[Block, ...]:
-        """These blocks of a run. Raises ValueError if the run has not all of them."""
-        stages = self.stages(config.stages.num_stages)
-        num_paths = len(config.paths)
-        if self.path is not None and self.path >= num_paths:
-            known = f"the paths 0 to {num_paths - 1}" if num_paths > 1 else "path 0 alone"
-            raise ValueError(f"--path {self.path} does not exist: this run has {known}")
-        there = config.blocks if self.path is None else config.blocks_of(self.path)
-        blocks = tuple(block for block in there if block.stage in stages and self.variant in (None, block.variant))
-        if not blocks:
-            raise ValueError(f"--stage {self} does not exist: this run has the blocks {', '.join(map(str, there))}")
-        return blocks
-
-
-StagesOrAuto = Annotated[
-    StageChoice | Literal["auto"],
-    taking(
-        "a stage (2), adjacent ones (1-3), a variant of one (2.1), all, or auto", "INT|INT-INT|INT.INT|{all,auto}",
-        lambda word: word if word == "auto" else StageChoice.parse(word),
-    ),
-]  # fmt: skip
+Stages = Annotated[int, whole(1, LARGEST_STAGE + 1)]
 Paths = Annotated[
     tuple[int, ...],
     taking(

@@ -120,21 +120,31 @@ class ReportingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
-    """The options that say which checkpoints a program writes, and from which one it goes on."""
+class KeepingOptions:
+    """The options that say where checkpoints are and how many stay, of which swarm-doctor checks the room."""
 
     checkpoint: takes.Folder | None = None
-    """Write checkpoints to this folder."""
+    """Folder for checkpoints; left out, none is written."""
+    keep_checkpoints: Annotated[
+        takes.Positive | None,
+        tyro.conf.arg(help=f"Checkpoints to keep, {Keeping.keep} if left out; older ones are deleted."),
+    ] = None
+
+    @property
+    def keeping(self) -> Keeping:
+        return Keeping(keep=self.keep_checkpoints or Keeping.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(KeepingOptions):
+    """The options that say which checkpoints a program writes, and from which one it goes on."""
+
     checkpoint_every: Annotated[
         takes.Positive | None,
         tyro.conf.arg(
             help=f"Rounds, which are steps, from one checkpoint to the next, {Keeping.every} if left out; the same at "
             "all peers, so that all stages have the same rounds."
         ),
-    ] = None
-    keep_checkpoints: Annotated[
-        takes.Positive | None,
-        tyro.conf.arg(help=f"Checkpoints to keep, {Keeping.keep} if left out; older ones are deleted."),
     ] = None
     resume: takes.Folder | None = None
     """Go on from the newest checkpoint in this folder."""
@@ -147,7 +157,7 @@ class CheckpointOptions:
 
     @property
     def keeping(self) -> Keeping:
-        return Keeping(self.checkpoint_every or Keeping.every, self.keep_checkpoints or Keeping.keep)
+        return dataclasses.replace(super().keeping, every=self.checkpoint_every or Keeping.every)
 
 
 def joins(options: EntranceOptions) -> bool:

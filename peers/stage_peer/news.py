@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from peers.doctor.options import DoctorOptions
 from peers.doctor.program import in_passing
 from peers.reach.listen import Announced, private_advice
 from peers.shared.devices import here
@@ -51,13 +50,9 @@ QUIET_SECONDS = 30.0
 
 async def say_what_is_wrong(options: PeerOptions, member: Membership, devices: Sequence[torch.device]) -> None:
     """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
-    plan = DoctorOptions(
-        stage=options.span, device=str(devices[0]), memory=options.memory, checkpoint=options.checkpoint,
-        keep_checkpoints=options.keeping.keep,
-    )  # fmt: skip
     # Of several devices it was made sure before that each has room for its stages.
     device = here(devices[0], options.memory) if len(devices) == 1 else None
-    for finding in await in_passing(plan, member, device):
+    for finding in await in_passing(options, options.span, member, device):
         logger.warning("%s: %s", finding.what, finding.text)
 
 

@@ -12,6 +12,7 @@ from peers.reach.listen import Outside
 from peers.shared import logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import CheckpointOptions, InviteOption, SettingsOption, TextOptions, joins
+from peers.shared.stage_choice import StageChoice, StagesOrAuto
 from swarm.rpc.endpoint import ip_of
 
 DEFAULT_REBALANCE_SECONDS = 60.0
@@ -27,7 +28,7 @@ class PeerOptions(CheckpointOptions, TextOptions):
     lan: bool = False
     """Announce the run's invite in the local network, for those that look for it with --lan. Without INVITE and without
     a new run's options, first take the run that another peer announces there. Needs the extra lan."""
-    stage: takes.StagesOrAuto | None = None
+    stage: StagesOrAuto | None = None
     """Stage to serve, from 0, or adjacent ones (1-3) or all, and to stay there. auto takes those for which
     there is room and with which the pipeline is fastest, and moves when others are better; where stages have variants,
     one of each, along a path. Left out, it is auto with an invite, and else 0, also where others serve that already. Of
@@ -202,13 +203,13 @@ class PeerOptions(CheckpointOptions, TextOptions):
         return self.lan and not self.names_a_run and not self.joins
 
     @property
-    def span(self) -> takes.StageChoice | Literal["auto"]:
+    def span(self) -> StageChoice | Literal["auto"]:
         if self.path is not None:
-            stages = self.stage if isinstance(self.stage, takes.StageChoice) else takes.StageChoice()
+            stages = self.stage if isinstance(self.stage, StageChoice) else StageChoice()
             return replace(stages, path=self.path)
         if self.stage is not None:
             return self.stage
-        return "auto" if self.invite is not None or self.seeks else takes.StageChoice(0, 0)
+        return "auto" if self.invite is not None or self.seeks else StageChoice(0, 0)
 
     @property
     def serves_one(self) -> bool:

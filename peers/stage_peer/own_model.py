@@ -2,13 +2,13 @@
 
 import dataclasses
 import logging
-import shlex
 from pathlib import Path
 
 from peers.shared.named_model import OwnModel
 from peers.shared.process import kept_tokenizer
 from peers.shared.run_options import begun, named_config
 from peers.stage_peer.options import PeerOptions
+from peers.stage_peer.own_room import require_blocks
 from peers.stage_peer.resume import with_sizes_of
 from swarm.config import RunConfig
 from swarm.config.schedule import in_words
@@ -64,19 +64,6 @@ def own_config(
         what = "adapters" if config.lora.is_on else "a model further" if config.model.weights else "a new model"
         logger.info("trains %s at a learning rate of %s", what, in_words(config.optimizer))
     return config
-
-
-def require_blocks(options: PeerOptions, config: RunConfig, own: RunConfig | None) -> None:
-    """Raise ValueError if the run has not all that the peer is to serve, or would have it run a custom class that our
-    user has named neither in a configuration of their own nor in an option."""
-    blocks = config.blocks if options.span == "auto" else options.span.of(config)
-    missing = sorted({config.classes[block] for block in blocks} - {"", *options.allow_class})
-    # If the user has named a configuration, `agree_on_config` has made sure that the run's is the same.
-    if missing and own is None:
-        raise ValueError(
-            f"this run would have this machine import and run {', '.join(map(repr, missing))}, its model.custom_class: "
-            f"if you trust that code, add {' '.join(f'--allow-class {shlex.quote(name)}' for name in missing)}"
-        )
 
 
 def _sizes_in_words(config: RunConfig, num_samples: int) -> str:

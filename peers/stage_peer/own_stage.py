@@ -3,20 +3,15 @@
 What does not fit fails at the start, and not after an hour.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
 
 from peers.shared import devices, needs, process
-from peers.shared.devices import Dtype
-from peers.shared.needs import Needs
-from peers.shared.network import Membership
-from peers.shared.room import Room, Served, named
+from peers.shared.room import named
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import ResumeOptions, genesis
@@ -68,92 +63,6 @@ class ServerOptions:
     """What lines of the log about this block begin with: the stage, where the process serves several."""
     own_figures: OwnFigures = field(default_factory=OwnFigures)
     incarnation: Incarnation = field(default_factory=Incarnation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnRoom:
-    """What this peer's process may have of its device's memory, and what the run's stages need of it."""
-
-    room: Room
-    each: Mapping[int, Needs]
-    """By stage; empty if the run has a class of its own whose size cannot be measured."""
-
-    @classmethod
-    def of(
-        cls, member: Membership, device: torch.device, *, dtype: Dtype | None, memory_bytes: int | None,
-        anchors_on_disk: bool = False, blocks: Collection[Block] | None = None,
-    ) -> "OwnRoom":  # fmt: skip
-        """Blocks for a moment, while the shapes of the stages of these blocks, or of all, are found out. Raises
-        ValueError if a class of theirs cannot be imported."""
-        num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
-        each = needs.of_stages(
-            devices.computing_in(member.config, dtype, device), on_gpu=device.type == "cuda", num_peers=num_peers,
-            anchors_on_disk=anchors_on_disk, blocks=blocks,
-        )  # fmt: skip
-        return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
-
-    def require(self, span: Served | None) -> None:
-        """Raise ValueError, which says what would fit, if these blocks do not fit together; None: if none of the run's
-        does."""
-        if self.each and (fault := self.room.fault(self.each, span)):
-            raise ValueError(fault)
-
-    @property
-    def spans(self) -> list[range] | None:
-        """All adjacent stages for which there is room together, with one variant of each; None if that is not known."""
-        return self.room.spans(self.each) if self.each else None
-
-
-def deal(sizes: Sequence[int], num_devices: int) -> list[int]:
-    """The device of each block of a span, by its number: neighbours stay together, the largest share is as small as it
-    can be, and no device is left out if there are enough blocks. `sizes` are the blocks' numbers of parameters."""
-    shares = min(num_devices, len(sizes))
-    least, most = max(sizes), sum(sizes)
-    while least < most:
-        middle = (least + most) // 2
-        if max(_dealt(sizes, shares, middle)) < shares:
-            most = middle
-        else:
-            least = middle + 1
-    return _dealt(sizes, shares, most)
-
-
-def _dealt(sizes: Sequence[int], num_devices: int, limit: int) -> list[int]:
-    """Deal so that no device but the last gets more than `limit`."""
-    dealt, device, taken = [], 0, 0
-    for number, size in enumerate(sizes):
-        must_move = len(sizes) - number <= num_devices - 1 - device
-        if taken and (taken + size > limit or must_move):
-            device, taken = device + 1, 0
-        dealt.append(device)
-        taken += size
-    return dealt
-
-
-def dealt(config: RunConfig, blocks: Sequence[Block], num_devices: int) -> list[int]:
-    if num_devices == 1:
-        return [0] * len(blocks)
-    return deal(
-        [max(1, needs.num_own_parameters(needs.of_class(config, block), block.stage)) for block in blocks], num_devices
-    )
-
-
-async def require_room(options: PeerOptions, member: Membership, on: Sequence[torch.device]) -> OwnRoom:
-    """The room on the first device. Raises ValueError if a device has no room for the stages that it gets."""
-    of = partial(
-        OwnRoom.of, member, dtype=options.dtype, memory_bytes=options.memory,
-        anchors_on_disk=options.anchors is not None,
-        blocks=None if options.span == "auto" else options.span.of(member.config),
-    )  # fmt: skip
-    rooms = [await asyncio.to_thread(of, device) for device in on]
-    if options.span == "auto":
-        rooms[0].require(None)
-        return rooms[0]
-    blocks = options.span.of(member.config)
-    numbers = dealt(member.config, blocks, len(rooms))
-    for number, room in enumerate(rooms[: max(numbers) + 1]):
-        room.require([block for block, where in zip(blocks, numbers, strict=True) if where == number])
-    return rooms[0]
 
 
 def own_backends(

@@ -46,8 +46,9 @@ from peers.stage_peer.mover import Mover
 from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
-from peers.stage_peer.own_model import own_config, require_blocks
-from peers.stage_peer.own_stage import ServerOptions, dealt, require_room
+from peers.stage_peer.own_model import own_config
+from peers.stage_peer.own_room import dealt, require_blocks, require_room
+from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Child
-from peers.shared.option_types import StagesOrAuto
+from peers.shared.stage_choice import StagesOrAuto
 from scripts.benches.parity import BOUND, Trained, differences, train_reference, trained_by
 from scripts.benches.shared.common import (
     POLL_SECONDS,

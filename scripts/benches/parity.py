@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared.option_types import StageChoice, StagesOrAuto
+from peers.shared.stage_choice import StageChoice, StagesOrAuto
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,

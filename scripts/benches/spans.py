@@ -21,8 +21,8 @@ from typing import Any, Literal
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from peers.shared.needs import of_stages
-from peers.shared.option_types import StageChoice
 from peers.shared.room import together, written
+from peers.shared.stage_choice import StageChoice
 from scripts.benches import pipeline
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (

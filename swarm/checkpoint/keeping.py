@@ -11,6 +11,11 @@ class Keeping:
     keep: int = 3
     """How many checkpoints stay."""
 
+    @property
+    def most(self) -> int:
+        """One more than stay: for a while the next checkpoint is whole, and the oldest is not deleted yet."""
+        return self.keep + 1
+
     def is_due(self, round_number: int) -> bool:
         return round_number % self.every == 0
 

@@ -1,5 +1,5 @@
-"""Checks that several sections share, and what is marked at fields: whether they may change when a run is
-resumed, or be amended while it trains.
+"""Checks that several sections share, and the marks of fields: a new one is ADDED, and AMENDABLE if it may be amended
+while the run trains; other marks say what may change when a run is resumed.
 
 Each check raises ValueError with one line, which names the section and the field.
 """

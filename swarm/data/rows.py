@@ -99,9 +99,8 @@ def of_file(path: Path) -> Iterator[Row]:
 
 def _kind(path: Path) -> str:
     """The ending that says how a file is read. A compressed one is read as rows if it has lines."""
-    name = path.name.lower()
-    inner = Path(name.removesuffix(text_files.COMPRESSED)).suffix
-    return inner if READERS.get(inner) is _jsonl else Path(name).suffix
+    ending, is_compressed = text_files.ending(path)
+    return "" if is_compressed and READERS.get(ending) is not _jsonl else ending
 
 
 def of_hugging_face(dataset: str, config: DataConfig, *, skipped: int = 0) -> Iterator[Row]:

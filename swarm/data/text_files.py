@@ -25,7 +25,7 @@ STDLIB = "stdlib"
 PIECE_CHARACTERS = 2**18
 """About how many characters a piece has; it never has more than three times as many."""
 CHUNK_BYTES = 2**20
-COMPRESSED = ".gz"
+_COMPRESSED = ".gz"
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 """What reading a damaged file with this ending raises."""
 _NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -96,7 +96,14 @@ def fault(path: Path) -> str:
 
 def opened(path: Path) -> BinaryIO:
     """Open a file to read its bytes; of a compressed one, those that it was made of. Raises OSError."""
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix.lower() == COMPRESSED else path.open("rb")
+    return cast(BinaryIO, gzip.open(path, "rb")) if ending(path)[1] else path.open("rb")
+
+
+def ending(path: Path) -> tuple[str, bool]:
+    """How a file's name ends, in lower case and without what its compression adds, and whether it is compressed."""
+    name = Path(path.name.lower())
+    is_compressed = name.suffix == _COMPRESSED
+    return (name.with_suffix("") if is_compressed else name).suffix, is_compressed
 
 
 def pieces(path: Path) -> Iterator[str]:

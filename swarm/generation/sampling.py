@@ -26,8 +26,10 @@ def _parameter(default: Any, least: float = -math.inf, most: float = math.inf) -
 class Sampling:
     """How tokens are chosen.
 
-    All that takes, sends or checks a parameter goes by these fields: the options of swarm-generate, the fields of
-    requests, and messages, in which a parameter has the same name.
+    All that takes, sends or checks a parameter goes by these fields: the options of swarm-generate and the fields of
+    requests. A new one also needs a field of this name in the message Sampling (generation.proto), where 0 must change
+    nothing, because earlier releases leave it out, and a step in `decoding.choose`; `openai_api.requests._NEUTRAL` then
+    no longer has its name.
     """
 
     temperature: float = _parameter(1.0, 0)

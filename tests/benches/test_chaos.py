@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peers.local.supervisor import Supervisor
-from peers.shared.option_types import StageChoice
+from peers.shared.stage_choice import StageChoice
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault

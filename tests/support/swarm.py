@@ -17,7 +17,7 @@ from typing import Any
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
-from peers.shared.option_types import StageChoice
+from peers.shared.stage_choice import StageChoice
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from swarm.types import PeerRecord, PeerState

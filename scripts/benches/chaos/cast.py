@@ -16,7 +16,7 @@ from pathlib import Path
 
 from peers.local.supervisor import Child, Exit, Supervisor
 from peers.shared import cli
-from peers.shared.option_types import StageChoice, StagesOrAuto
+from peers.shared.stage_choice import StageChoice, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from scripts.benches.chaos.program import TASKS_FILE, set_clock

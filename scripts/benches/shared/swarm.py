@@ -12,7 +12,7 @@ import torch
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
-from peers.shared.option_types import StageChoice, StagesOrAuto
+from peers.shared.stage_choice import StageChoice, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import MOST_IN_FLIGHT, TrainerOptions
 from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config

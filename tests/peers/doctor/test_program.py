@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,17 +122,19 @@ def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: 
 # -- while a peer joins ------------------------------------------------------------------------------------------------
 
 
-async def _in_passing(run: ShownRun) -> list[Finding]:
-    options = _options(run.entry)
+async def _in_passing(run: ShownRun, **plan: Any) -> list[Finding]:
+    options = _options(run.entry, **plan)
     entrance = find_entrance(options, {}, prog="swarm-doctor", clock=SystemClock())
     async with entrance.asking(SystemClock()) as (member, _):
         await member.known.look(member.directory, member.blocks)
-        return await in_passing(options, member, Device(name="cpu", free_bytes=8 << 30))
+        return await in_passing(options, options.stage, member, Device(name="cpu", free_bytes=8 << 30))
 
 
-async def test_a_peer_that_joins_is_told_only_what_is_wrong() -> None:
+async def test_a_peer_that_joins_is_told_only_what_is_wrong(tmp_path: Path) -> None:
     async with shown_run(CONFIG, generate(), NODE) as run:
-        assert await _in_passing(run) == []
+        assert await _in_passing(run, checkpoint=tmp_path, keep_checkpoints=1) == []
+        (disk,) = await _in_passing(run, checkpoint=tmp_path, keep_checkpoints=10**9)
+        assert " and 1000000001 checkpoints take " in disk.text, "the next one is there before the oldest goes"
     async with shown_run(CONFIG, generate(), NODE, clock=Ahead()) as run:
         assert [finding.what for finding in await _in_passing(run)] == ["clock"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peers.local.peers import spans_of
-from peers.shared.option_types import StageChoice
+from peers.shared.stage_choice import StageChoice
 from swarm import config as configs
 from tests.peers.local.children import serve, started_peers
 

@@ -9,7 +9,8 @@ import tyro
 
 from peers.local.options import LocalOptions
 from peers.shared.cli import arguments, parse
-from peers.shared.option_types import FolderOrName, StageChoice, StagesOrAuto
+from peers.shared.option_types import FolderOrName
+from peers.shared.stage_choice import StageChoice, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from swarm.config import ModelConfig, RunConfig, with_settings
 

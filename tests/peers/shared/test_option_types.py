@@ -16,12 +16,10 @@ from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import COMMANDS
 from peers.shared.cli import parse
-from peers.shared.option_types import StageChoice
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.status.program import StatusOptions
 from peers.trainer.options import TrainerOptions
-from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 
 PROGRAMS: dict[str, list[type[Any]]] = {
     "swarm-peer": [PeerOptions],
@@ -121,28 +119,3 @@ def test_a_text_is_refused_before_it_goes_anywhere(
     options: type[Any], option: str, word: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _refused(options, [option, word], capsys) == f"{option} {complaint}"
-
-
-PATHS = RunConfig(
-    model=ModelConfig(num_layers=3), rounds=RoundsConfig(round_samples=48),
-    stages=StagesConfig(num_stages=3, variants=(2, 1, 3), paths=((0, 0, 0), (1, 0, 1), (1, 0, 2))),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("word", "path", "blocks"),
-    [
-        ("0", None, "0 0.1"),
-        ("0.0", None, "0"),
-        ("0.1", None, "0.1"),
-        ("1-2", None, "1 2 2.1 2.2"),
-        ("all", None, "0 0.1 1 2 2.1 2.2"),
-        ("all", 2, "0.1 1 2.2"),
-        ("1-2", 1, "1 2.1"),
-    ],
-)
-def test_blocks_are_named_by_stages_and_a_variant_or_a_path(word: str, path: int | None, blocks: str) -> None:
-    span = StageChoice.parse(word)
-    assert span is not None
-    assert str(span) == word
-    assert " ".join(map(str, dataclasses.replace(span, path=path).of(PATHS))) == blocks

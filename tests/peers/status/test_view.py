@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from peers.shared import cli
-from peers.shared.option_types import StageChoice
+from peers.shared.stage_choice import StageChoice
 from peers.stage_peer.options import PeerOptions
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, StageRow, SwarmView, TrainerRow, remedy
