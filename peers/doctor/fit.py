@@ -193,7 +193,7 @@ def report(options: DoctorOptions) -> int:
     if device is None:
         raise ValueError(finding.text)
     here = device.kind == "cuda"
-    places = [(device.name, Room.on(device).device_bytes, here)]
+    places = [(device.name, device.all_bytes, here)]
     places += [(f"a GPU of {size} GiB", (size << 30) - RESERVED_BYTES, True) for size in COMMON_GIB]
     fits = list[dict[str, Any]]()
     for name, free_bytes, on_gpu in places:
@@ -202,8 +202,8 @@ def report(options: DoctorOptions) -> int:
         lacks = any(verdict.startswith("lacks") for verdict in verdicts)
         settings = helpful(config, free_bytes, num_peers, on_gpu=on_gpu) if lacks else []
         # RAM is not bounded here: of the GPUs of other machines it is not known.
-        room = Room(device=name, device_bytes=free_bytes, ram_bytes=sys.maxsize)
-        span = room.largest({number: stage.needs for number, stage in enumerate(there)}, range(len(there)))
+        each = {number: stage.needs for number, stage in enumerate(there)}
+        span = Room(device=name, device_bytes=free_bytes, ram_bytes=sys.maxsize, each=each).largest(range(len(there)))
         fits.append({"device": name, "free_bytes": free_bytes, "stages": verdicts, "would_fit_with": settings})
         fits[-1]["together"] = None if span is None else written(span)
         fits[-1]["fits"] = not lacks

@@ -7,12 +7,11 @@ import re
 import resource
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from peers.doctor.finding import Finding, fine, wrong
 from peers.shared.devices import Device, device_of, here
-from peers.shared.needs import Needs
 from peers.shared.room import Room, Served
 from swarm.machine.out_of_memory import in_words
 from swarm.machine.words import counted
@@ -79,14 +78,14 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
     return wrong("files", f"{limit} may be open, and about {needed} are needed: ulimit -n {max(1024, 2 * needed)}")
 
 
-def judge_memory(each: Mapping[int, Needs], room: Room, span: Served | None) -> Finding:
-    """Compare what stages need with the memory that a peer may have. `each` has the needs of all of a run's stages,
-    and `span` the blocks that it is to serve together; None: one that it takes by itself."""
-    if fault := room.fault(each, span):
+def judge_memory(room: Room, span: Served | None) -> Finding:
+    """Compare what all of a run's stages need with the memory that a peer may have. `span` are the blocks that it is to
+    serve together; None: one that it takes by itself."""
+    if fault := room.fault(span):
         return wrong("memory", fault)
-    fitting = [str(stage) for stage, needs in each.items() if room.holds(needs)]
-    some = f": --stage auto takes {' or '.join(fitting)}" if span is None and len(fitting) < len(each) else ""
-    return fine("memory", room.comparison(each, span) + some)
+    fitting = [str(stage) for stage, needs in room.each.items() if room.holds(needs)]
+    some = f": --stage auto takes {' or '.join(fitting)}" if span is None and len(fitting) < len(room.each) else ""
+    return fine("memory", room.comparison(span) + some)
 
 
 def disk(folder: Path, needed_bytes: int, what: str) -> Finding:

@@ -99,7 +99,7 @@ def _for_run(plan: KeepingOptions, span: StagesOrAuto, run: Membership, device: 
     if device is None:
         findings.append(not_checked("memory", "there is no device"))
     else:
-        findings.append(machine.judge_memory(each, Room.on(device), blocks))
+        findings.append(machine.judge_memory(Room.on(device, each), blocks))
     needs = [*each.values()] if blocks is None else [together(each, blocks)]
     findings.append(machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may"))
     if plan.checkpoint is not None:

@@ -22,41 +22,43 @@ class Room:
         device: the device's name.
         device_bytes: memory of the device; if that is the CPU, all memory.
         ram_bytes: memory of the machine.
+        each: what each stage needs; empty if the run has a class of its own whose size cannot be measured.
     """
 
     device: str
     device_bytes: int
     ram_bytes: int
+    each: Mapping[int, Needs]
 
     @classmethod
-    def on(cls, device: Device) -> "Room":
+    def on(cls, device: Device, each: Mapping[int, Needs]) -> "Room":
         ram_bytes = free_ram_bytes() + resident_bytes() if device.kind == "cuda" else device.all_bytes
-        return cls(device=device.name, device_bytes=device.all_bytes, ram_bytes=ram_bytes)
+        return cls(device=device.name, device_bytes=device.all_bytes, ram_bytes=ram_bytes, each=each)
 
     def holds(self, needs: Needs) -> bool:
         return needs.least <= self.device_bytes and needs.ram <= self.ram_bytes
 
-    def spans(self, each: Mapping[int, Needs]) -> list[range]:
-        """All spans of adjacent stages for which there is room, of stages that need so much each, with one variant of
-        each."""
+    @property
+    def spans(self) -> list[range] | None:
+        """All spans of adjacent stages for which there is room, with one variant of each; None if that is not known."""
         found = list[range]()
-        for first in each:
+        for first in self.each:
             end = first
-            while end in each and self.holds(together(each, range(first, end + 1))):
+            while end in self.each and self.holds(together(self.each, range(first, end + 1))):
                 end += 1
                 found.append(range(first, end))
-        return found
+        return found if self.each else None
 
-    def largest(self, each: Mapping[int, Needs], wanted: Served) -> range | None:
+    def largest(self, wanted: Served) -> range | None:
         """The longest span for which there is room, no longer than the wanted one, and as much of that as can be; None
         if no stage fits."""
-        spans = [span for span in self.spans(each) if len(span) <= len(wanted)]
+        spans = [span for span in self.spans or () if len(span) <= len(wanted)]
         stages = {block.stage for block in blocks_of(wanted)}
         return max(spans, key=lambda span: (len(span), len({*span} & stages), -span.start), default=None)
 
-    def comparison(self, each: Mapping[int, Needs], span: Served | None) -> str:
+    def comparison(self, span: Served | None) -> str:
         """What a span takes, or with None a single stage of the run, and what there is, in words."""
-        needs = [*each.values()] if span is None else [together(each, span)]
+        needs = [*self.each.values()] if span is None else [together(self.each, span)]
         least, most = (in_words(choose(one.least for one in needs)) for choose in (min, max))
         what = "a stage" if span is None else named(span)
         text = f"{what} {'take' if span is not None and len(span) > 1 else 'takes'} "
@@ -66,18 +68,18 @@ class Room:
             text += f"; beside it {in_words(ram)} of RAM, and {in_words(self.ram_bytes)} are there"
         return text
 
-    def fault(self, each: Mapping[int, Needs], span: Served | None) -> str:
+    def fault(self, span: Served | None) -> str:
         """What is wrong, and what to do, if there is no room for a span, or with None for any stage; empty if there is
-        room."""
-        if self.holds(together(each, span)) if span is not None else any(map(self.holds, each.values())):
+        room, or if that is not known."""
+        if not self.each or any(map(self.holds, self.each.values() if span is None else [together(self.each, span)])):
             return ""
-        fitting = self.largest(each, span or range(1))
+        fitting = self.largest(span or range(1))
         advice = "close other programs, take a run with more stages, or another --device"
         if fitting is not None:
             num_stages = len({block.stage for block in blocks_of(span or ())})
             of_one = " of one path (--path)" if span and num_stages < len(span) else ""
             advice = f"take --stage {written(fitting)}{of_one}, which fits, or a run with more stages"
-        return f"{self.comparison(each, span)}: {advice}"
+        return f"{self.comparison(span)}: {advice}"
 
 
 def together(each: Mapping[int, Needs], span: Served) -> Needs:

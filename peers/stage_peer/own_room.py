@@ -3,17 +3,13 @@
 import asyncio
 import shlex
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
 from peers.shared import devices, needs
-from peers.shared.devices import Dtype
-from peers.shared.needs import Needs
 from peers.shared.network import Membership
-from peers.shared.room import Room, Served
+from peers.shared.room import Room
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
 from swarm.types import Block
@@ -32,38 +28,16 @@ def require_blocks(options: PeerOptions, config: RunConfig, own: RunConfig | Non
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnRoom:
-    """What this peer's process may have of its device's memory, and what the run's stages need of it."""
-
-    room: Room
-    each: Mapping[int, Needs]
-    """By stage; empty if the run has a class of its own whose size cannot be measured."""
-
-    @classmethod
-    def of(
-        cls, member: Membership, device: torch.device, *, dtype: Dtype | None, memory_bytes: int | None,
-        anchors_on_disk: bool = False, blocks: Collection[Block] | None = None,
-    ) -> "OwnRoom":  # fmt: skip
-        """Blocks for a moment, while the shapes of the stages of these blocks, or of all, are found out. Raises
-        ValueError if a class of theirs cannot be imported."""
-        num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
-        each = needs.of_stages(
-            devices.computing_in(member.config, dtype, device), on_gpu=device.type == "cuda", num_peers=num_peers,
-            anchors_on_disk=anchors_on_disk, blocks=blocks,
-        )  # fmt: skip
-        return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
-
-    def require(self, span: Served | None) -> None:
-        """Raise ValueError, which says what would fit, if these blocks do not fit together; None: if none of the run's
-        does."""
-        if self.each and (fault := self.room.fault(self.each, span)):
-            raise ValueError(fault)
-
-    @property
-    def spans(self) -> list[range] | None:
-        """All adjacent stages for which there is room together, with one variant of each; None if that is not known."""
-        return self.room.spans(self.each) if self.each else None
+def room_on(device: torch.device, member: Membership, options: PeerOptions) -> Room:
+    """The room for the blocks that the options name, or for all. Blocks for a moment, while the shapes of stages are
+    found out. Raises ValueError if a class of theirs cannot be imported."""
+    num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
+    each = needs.of_stages(
+        devices.computing_in(member.config, options.dtype, device), on_gpu=device.type == "cuda", num_peers=num_peers,
+        anchors_on_disk=options.anchors is not None,
+        blocks=None if options.span == "auto" else options.span.of(member.config),
+    )  # fmt: skip
+    return Room.on(devices.here(device, options.memory), each)
 
 
 def deal(sizes: Sequence[int], num_devices: int) -> list[int]:
@@ -90,23 +64,17 @@ def _dealt(sizes: Sequence[int], num_devices: int, limit: int) -> list[int]:
 def dealt(config: RunConfig, blocks: Sequence[Block], num_devices: int) -> list[int]:
     if num_devices == 1:
         return [0] * len(blocks)
-    return deal(
-        [max(1, needs.num_own_parameters(needs.of_class(config, block), block.stage)) for block in blocks], num_devices
-    )
+    sizes = [max(1, needs.num_own_parameters(needs.of_class(config, block), block.stage)) for block in blocks]
+    return deal(sizes, num_devices)
 
 
-async def require_room(options: PeerOptions, member: Membership, on: Sequence[torch.device]) -> OwnRoom:
+async def require_room(options: PeerOptions, member: Membership, on: Sequence[torch.device]) -> Room:
     """The room on the first device. Raises ValueError if a device has no room for the stages that it gets."""
-    blocks = None if options.span == "auto" else options.span.of(member.config)
-    of = partial(
-        OwnRoom.of, member, dtype=options.dtype, memory_bytes=options.memory,
-        anchors_on_disk=options.anchors is not None, blocks=blocks,
-    )  # fmt: skip
-    rooms = [await asyncio.to_thread(of, device) for device in on]
-    if blocks is None:
-        rooms[0].require(None)
-        return rooms[0]
-    numbers = dealt(member.config, blocks, len(rooms))
-    for number, room in enumerate(rooms[: max(numbers) + 1]):
-        room.require([block for block, where in zip(blocks, numbers, strict=True) if where == number])
+    rooms = [await asyncio.to_thread(room_on, device, member, options) for device in on]
+    blocks = () if options.span == "auto" else options.span.of(member.config)
+    numbers = dealt(member.config, blocks, len(rooms)) if blocks else []
+    for number, room in enumerate(rooms[: max(numbers, default=0) + 1]):
+        own = [block for block, where in zip(blocks, numbers, strict=True) if where == number]
+        if fault := room.fault(own or None):
+            raise ValueError(fault)
     return rooms[0]

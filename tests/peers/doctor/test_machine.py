@@ -31,7 +31,7 @@ CPU = Device(name="cpu", free_bytes=7 * GIB, own_bytes=GIB)
     ],
 )  # fmt: skip
 def test_memory(gib: Sequence[float], span: range | None, state: State, text: str) -> None:
-    finding = machine.judge_memory(dict(enumerate(map(some_needs, gib))), Room.on(CPU), span)
+    finding = machine.judge_memory(Room.on(CPU, dict(enumerate(map(some_needs, gib)))), span)
     assert (finding.state, finding.text) == (state, text)
 
 

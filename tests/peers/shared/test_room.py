@@ -1,16 +1,18 @@
 """Which stages fit into the memory that one process may have."""
 
+from collections.abc import Mapping
+
 import pytest
 
-from peers.shared.needs import PROGRAM_BYTES
+from peers.shared.needs import PROGRAM_BYTES, Needs
 from peers.shared.room import Room
 from tests.peers.shared.rooms import GIB, some_needs
 
 EACH = {stage: some_needs(gib, turns_gib=1.0) for stage, gib in enumerate((4.0, 2.0, 3.0))}
 
 
-def _room(gib: float, ram_gib: float = 64.0) -> Room:
-    return Room(device="cuda:0", device_bytes=int(gib * GIB), ram_bytes=int(ram_gib * GIB))
+def _room(each: Mapping[int, Needs], gib: float, ram_gib: float = 64.0) -> Room:
+    return Room(device="cuda:0", device_bytes=int(gib * GIB), ram_bytes=int(ram_gib * GIB), each=each)
 
 
 @pytest.mark.parametrize(
@@ -24,15 +26,15 @@ def _room(gib: float, ram_gib: float = 64.0) -> Room:
     ],
 )
 def test_spans_that_fit_are_adjacent_and_take_turns(gib: float, spans: list[range]) -> None:
-    assert _room(gib).spans(EACH) == spans
+    assert _room(EACH, gib).spans == spans
 
 
 def test_a_gpu_needs_ram_beside_it_and_the_program_is_there_once() -> None:
     each = {stage: some_needs(1.0, 2.0) for stage in range(2)}
     both = 4.0 - PROGRAM_BYTES / GIB
-    assert _room(8.0, both).spans(each) == [range(1), range(2), range(1, 2)]
-    assert _room(8.0, both - 0.1).spans(each) == [range(1), range(1, 2)]
-    assert _room(8.0, 1.0).fault(each, range(2)) == (
+    assert _room(each, 8.0, both).spans == [range(1), range(2), range(1, 2)]
+    assert _room(each, 8.0, both - 0.1).spans == [range(1), range(1, 2)]
+    assert _room(each, 8.0, 1.0).fault(range(2)) == (
         "stages 0 to 1 take 2.0 GiB or more, and 8.0 GiB of cuda:0 are there; beside it 3.5 GiB of RAM, and 1.0 GiB "
         "are there: close other programs, take a run with more stages, or another --device"
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from peers.shared import needs
 from peers.shared.network import Membership
+from peers.shared.room import Room
 from peers.shared.stage_choice import StageChoice
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_room import OwnRoom, deal, require_blocks
+from peers.stage_peer.own_room import deal, require_blocks, require_room, room_on
 from peers.status.view import Joining
 from swarm.config import ModelConfig, RunConfig, StagesConfig, load_preset
 from swarm.credentials.identity import generate
@@ -72,10 +74,13 @@ def test_no_other_cut_has_a_smaller_largest_share(sizes: list[int], num_devices:
     assert largest(deal(sizes, num_devices)) == min(map(largest, cuts))
 
 
-def _room(config: RunConfig, memory_bytes: int | None) -> OwnRoom:
+def _member(config: RunConfig) -> Membership:
     clock = ManualClock()
-    member = Membership.enter(config, MemoryStore(clock), generate(), clock, insecure=True)
-    return OwnRoom.of(member, torch.device("cpu"), dtype=None, memory_bytes=memory_bytes)
+    return Membership.enter(config, MemoryStore(clock), generate(), clock, insecure=True)
+
+
+def _room(config: RunConfig, memory_bytes: int) -> Room:
+    return room_on(torch.device("cpu"), _member(config), _joining(stage="auto", memory=memory_bytes))
 
 
 def test_a_stage_for_which_there_is_no_memory_is_refused_in_a_line() -> None:
@@ -84,16 +89,28 @@ def test_a_stage_for_which_there_is_no_memory_is_refused_in_a_line() -> None:
     room = _room(config, 2 << 30)
     assert room.spans is not None
     assert {stage for span in room.spans for stage in span} == {*range(1, 11)}
-    room.require(range(1, 2))
-    room.require(None)
+    assert room.fault(range(1, 2)) == room.fault(None) == ""
     fault = r"stage 11 takes \S+ GiB or more, and 2.0 GiB of cpu are there: take --stage 1, which fits, or a run with "
-    with pytest.raises(ValueError, match=fault):
-        room.require(range(11, 12))
-    _room(config, 4 << 30).require(range(1, 5))
-    with pytest.raises(ValueError, match=r"stages 1 to 4 take \S+ GiB or more, .* are there: take --stage 1-"):
-        room.require(range(1, 5))
-    with pytest.raises(ValueError, match=r"a stage takes .* or more, and 512.0 MiB of cpu are there: close other"):
-        _room(config, 512 << 20).require(None)
+    assert re.match(fault, room.fault(range(11, 12)))
+    assert _room(config, 4 << 30).fault(range(1, 5)) == ""
+    assert re.match(r"stages 1 to 4 take \S+ GiB or more, .* are there: take --stage 1-", room.fault(range(1, 5)))
+    assert re.match(
+        r"a stage takes .* or more, and 512.0 MiB of cpu are there: close other", _room(config, 512 << 20).fault(None)
+    )
+
+
+async def test_a_peer_begins_only_if_each_device_has_room_for_its_own_stages() -> None:
+    member = _member(dataclasses.replace(load_preset("gpt2-124m").begun(), stages=StagesConfig(num_stages=12)))
+    on = [torch.device("cpu")] * 2
+    room = await require_room(PeerOptions(preset="tiny", stage=StageChoice(9, 10), memory=2 << 30), member, on)
+    assert room.fault(None) == ""
+    for stage, memory_bytes, fault in (
+        (StageChoice(10, 11), 2 << 30, "^stage 11 takes .* take --stage 10, which fits"),
+        (StageChoice(11, 11), 2 << 30, "^stage 11 takes "),
+        ("auto", 512 << 20, "^a stage takes .*: close other"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            await require_room(_joining(stage=stage, memory=memory_bytes), member, on)
 
 
 class Unmeasured(StageModule):
@@ -117,13 +134,15 @@ def test_a_class_of_the_user_s_own_is_measured_and_several_stages_of_it_fit() ->
             built_in[stage].weights, built_in[stage].optimizer, built_in[stage].ram
         )  # fmt: skip
         assert own.graphs == pytest.approx(built_in[stage].graphs, rel=0.25)
-    with pytest.raises(ValueError, match=r"stages 0 to 2 take .* or more, and 512.1 MiB of cpu are there: "):
-        _room(config, (512 << 20) + (100 << 10)).require(range(3))
+    assert re.match(
+        r"stages 0 to 2 take .* or more, and 512.1 MiB of cpu are there: ",
+        _room(config, (512 << 20) + (100 << 10)).fault(range(3)),
+    )
 
 
 def test_where_a_class_cannot_be_measured_one_stage_is_taken_alone() -> None:
     room = _room(_of_class(f"{Unmeasured.__module__}:{Unmeasured.__qualname__}"), 1 << 20)
-    room.require(range(1))
+    assert room.fault(range(1)) == ""
     assert room.spans is None
     with pytest.raises(ValueError, match=r"^model.custom_class 'a:B' cannot be imported"):
         _room(_of_class("a:B"), 1 << 20)
