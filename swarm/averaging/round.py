@@ -42,7 +42,7 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 MOST_COMMITS = 4
-"""A result that was to be committed so often is none: its holders would have committed it, and moved on."""
+"""Commits of one result after which its holders are not believed any more: if they had it, they would have moved on."""
 MOST_HALVINGS = 10
 TELL_SECONDS = 10.0
 """Least time between two lines about members that are still closing."""
@@ -238,7 +238,7 @@ class Round:
     async def _exchange(
         self, attempt: _Attempt, begun: Begun, given: Mapping[str, Given] | None = None, *, is_part: bool = False
     ) -> Results:
-        """Have these members exchange: weigh each, give each its part of the vector, and send Average. With groups,
+        """Have these members exchange: divide the vector among them, and send Average with their counts. With groups,
         `is_part` says that this is one of a group. Or each gives its group's average, and `given` says what those in
         it have given. Raises AttemptFailed unless all have prepared the same."""
         started_at, number = self.context.clock.monotonic(), attempt.standing.round

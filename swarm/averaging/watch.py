@@ -87,7 +87,7 @@ class RoundWatch:
     """When this peer, in `_told_round`, last sent to each member what all members have committed."""
     _waits_for_quorum: bool = field(default=False, init=False)
     _led_since: float | None = field(default=-math.inf, init=False)
-    """When this peer took the lead over; None while it does not lead."""
+    """When this peer took the lead over; None while it does not lead. One that leads from its start need not wait."""
 
     # -- what members report -----------------------------------------------------------------------------------------
 
@@ -240,8 +240,8 @@ class RoundWatch:
         )  # fmt: skip
 
     def is_whole(self, progress: Mapping[PeerId, Progress]) -> bool:
-        """Whether these peers have all that this round needs, and may commit it. That the round is late does not count,
-        because its leader may not know that."""
+        """Whether these peers have all that this round needs, and may commit it. That the round is late does not count:
+        only its leader can know that."""
         standing = self.place.standing
         here = {peer: each for peer, each in progress.items() if each.round == standing.round}
         committed = frozenset[int]().union(*(each.committed for each in here.values()))

@@ -33,8 +33,8 @@ members may lie."""
 ROUNDING = 1e-6
 """By how much the sum of all weights may be off."""
 COUNTED_ROUNDS = 2
-"""With DiLoCo, the samples of one member count towards a round at most as this many rounds. A peer goes on while a
-round ends, so it may have somewhat more than one."""
+"""With DiLoCo, the most samples of one member that count towards a round, in rounds. A peer goes on while a round ends,
+so it may have somewhat more than one."""
 LATE_ROUNDS = 5
 """With DiLoCo, the rounds whose samples a contribution may hold, each up to COUNTED_ROUNDS: those that a peer missed
 and this one; or with fragments, those since the fragment was averaged last."""
@@ -77,7 +77,7 @@ class Counts:
         )
 
     def bounded(self, config: RunConfig, block: Block, num_members: int = 1) -> "Counts":
-        """The counts with which so many members take part that have computed more than can count."""
+        """These counts, cut to the most that so many members can have."""
         most = num_members * most_samples(config, block)
         num_samples = min(self.num_samples, most_rounds(config) * most)
         return Counts(
@@ -268,8 +268,8 @@ def _weighed(names: Sequence[str], counts: Sequence[Counts], sizes: Sequence[int
 
 
 def _weights(begun: Collection[Counts], clip_to_median: float) -> list[float]:
-    """The weight of each member: its share of all targets. So the weighted sum of the members' means is the mean over
-    all targets."""
+    """The weight of each member: its share of all targets, so that the weighted sum of means is the mean over all
+    targets. It is less where a norm is clipped."""
     assert any(reply.num_samples for reply in begun), "a round without samples is never averaged"
     # Without any target all gradients are 0. Steps may still have changed weights, for example by decay, and these
     # changes are averaged by samples.
