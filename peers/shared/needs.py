@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Size
 
@@ -74,34 +74,26 @@ class Needs:
         frozen, optimizer = held.pop("frozen", 0), held.pop("optimizer")
         # With DiLoCo the outer step is taken on the CPU.
         outer = 0 if config.rounds.synchronous else held.pop("anchors") + held.pop("outer_momentum", 0)
-        if anchors_on_disk:
-            outer = 0
         share = -(-most_microbatches(config, stage) // num_peers)
         # Parts are computed for two members at least: a peer that is alone now may get company.
         averaging = averaging_bytes(config, stage, num_members=max(2, num_peers))
+        outer = 0 if anchors_on_disk else outer
         ram = outer + averaging + residual_bytes(config, stage) + share * settled_bytes(config, stage)
         gradient, is_last = version_bytes(config, _shapes(config, stage)[1]), stage == config.stages.num_stages - 1
-        turns = gradient
-        if is_last:
-            turns += loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu)
+        turns = gradient + (loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu) if is_last else 0)
         if config.model.gradient_checkpointing and not config.model.custom_class:
             turns += layer_graph_bytes(config, fused=on_gpu)
         # The last stage goes backward at once.
         in_flight = 1 if is_last else min(config.stages.num_stages + 2, share)
         kept, light = (in_flight_bytes(config, stage, is_kept=kept, fused=on_gpu) for kept in (True, False))
         return cls(
-            weights=weights,
-            frozen=frozen,
-            optimizer=optimizer,
+            weights=weights, frozen=frozen, optimizer=optimizer, checkpoint=checkpoint,
             other=sum(held.values()) + passing_bytes(config, stage) - gradient + (0 if on_gpu else ram),
             turns=turns + (0 if on_gpu else PROGRAM_BYTES),
-            graphs=in_flight * kept,
-            fewest=kept + (in_flight - 1) * light,
-            in_flight=in_flight,
+            graphs=in_flight * kept, fewest=kept + (in_flight - 1) * light, in_flight=in_flight,
             ram=ram + PROGRAM_BYTES if on_gpu else 0,
             cache=_TOKENIZER_BYTES + _FLOAT_BYTES * (num_own_parameters(config, stage) if config.model.weights else 0),
-            checkpoint=checkpoint,
-        )
+        )  # fmt: skip
 
     def __add__(self, more: "Needs") -> "Needs":
         values = {name: value + getattr(more, name) for name, value in vars(self).items()}
@@ -135,6 +127,7 @@ def of_stages(
 ) -> dict[int, Needs]:  # fmt: skip
     """The needs for each stage of these blocks, or of the run: of variants with classes of their own, each figure of
     the one that needs most. Empty if the size of a class cannot be measured. Raises what `measured` raises."""
+    of = partial(Needs.of, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)
     ranges, found, needs = layer_ranges(config), dict[tuple[object, ...], Needs](), dict[int, Needs]()
     for block in config.blocks if blocks is None else blocks:
         stage, name = block.stage, config.classes[block]
@@ -143,17 +136,13 @@ def of_stages(
             own = of_class(config, block)
             if name and _measured(own, stage) is None:
                 return {}
-            found[shape] = Needs.of(
-                own, stage, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk
-            )  # fmt: skip
+            found[shape] = of(own, stage)
         needs[stage] = found[shape].or_more(needs.get(stage, found[shape]))
     return needs
 
 
 def of_class(config: RunConfig, block: Block) -> RunConfig:
     """The configuration as if all blocks were made by the class of this one."""
-    if isinstance(config.model.custom_class, str):
-        return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, custom_class=config.classes[block]))
 
 

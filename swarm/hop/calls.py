@@ -109,16 +109,12 @@ class Calls:
         clock: Clock, limits: HopLimits, memory: NewBytes, encodings_in: EncodingsIn, wants_statements: bool = False,
     ) -> None:  # fmt: skip
         """`memory` makes the memory of the tensors that are answered."""
-        self._encodings_in = encodings_in
-        self._wants_statements = wants_statements
+        self._encodings_in, self._wants_statements = encodings_in, wants_statements
         self._run_id, self._block = run_id, block
-        self._channels, self._own = channels, own
-        self._router = router
-        self._clock = clock
-        self._limits = limits
+        self._channels, self._own, self._router = channels, own, router
+        self._clock, self._limits, self._memory = clock, limits, memory
         self.line = Line()
         self._num_sending = 0
-        self._memory = memory
         self._credits: set[PeerId] = set()
         """Peers whose last answer granted room for one more microbatch, which may be sent without asking."""
         self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
@@ -132,9 +128,8 @@ class Calls:
         peer_id = PeerId(record.peer_id)
         specs = dict[str, TensorSpec]()
         if HIDDEN in tensors and microbatch.answers_gradient(self._block.stage):
-            hidden = tensors[HIDDEN]
             encoding = self._encodings_in(microbatch.round)[GRADIENT]
-            specs[GRADIENT] = TensorSpec(shape=tuple(hidden.shape), encoding=encoding)
+            specs[GRADIENT] = TensorSpec(shape=tuple(tensors[HIDDEN].shape), encoding=encoding)
         reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
         patience = self._patience(record, tensors, specs)

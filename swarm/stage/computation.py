@@ -103,8 +103,7 @@ class Computation(HopListener):
         self.obstacle: Obstacle | None = None
         self.route: Mapping[Block, PeerId] = {}
         self.subscriber: object | None = None
-        self._backend = backend
-        self._runtime = runtime
+        self._backend, self._runtime = backend, runtime
         self._hop = hop
         self._turn = turn
         self._on_accumulated = on_accumulated
