@@ -19,7 +19,7 @@ from tokenizers.trainers import BpeTrainer
 from swarm.config import DataConfig
 from swarm.data import corpora, prepared, rows, text_files, tokenizers
 from swarm.data.microbatches import Microbatches
-from tests.data.texts import NUM_FILES, config_of, decoded
+from tests.data.texts import NUM_FILES, Rows, assert_refused, config_of, decoded
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,33 @@ def test_only_text_counts(folder: Path, cache: Path) -> None:
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("secret")
     assert corpora.prepare(config_of(folder), cache_dir=cache).digest == clean.digest
+
+
+def test_skipped_files_are_named_each_time(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpora.prepare(config_of(folder), cache_dir=cache)
+    assert not caplog.messages
+    lines = _add_what_is_no_text(folder)
+    for _ in range(2):
+        caplog.clear()
+        corpora.prepare(config_of(folder), cache_dir=cache)
+        assert caplog.messages == lines
+
+
+def test_of_many_skipped_files_some_are_named_and_all_are_counted(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(50):
+        (folder / f"{number}.png").write_bytes(b"\x89PNG")
+    corpora.prepare(config_of(folder), cache_dir=cache)
+    assert len(caplog.messages) == 21
+    assert caplog.messages[-1] == f"skipped 50 of the {NUM_FILES + 50} files of {folder}"
+
+
+def test_a_name_that_no_line_can_hold(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / os.fsdecode(b"new\nline\xff")).write_bytes(b"\xff")
+    for _ in range(2):
+        corpora.prepare(config_of(folder), cache_dir=cache)
+        assert caplog.messages[-2] == f"skipped {folder}/new?line?: not UTF-8 at byte 0"
 
 
 def test_one_file_keeps_its_characters(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +148,47 @@ def test_a_file_of_one_line_is_not_held_whole(
         cwd=ROOT,
     )
     assert int(answer.stdout) < 80
+
+
+def test_max_tokens(folder: Path, cache: Path) -> None:
+    whole = corpora.prepare(config_of(folder), cache_dir=cache)
+    part = corpora.prepare(config_of(folder, max_tokens=500), cache_dir=cache)
+    assert np.array_equal(part.sources[0].tokens, whole.sources[0].tokens[:500])
+    assert part.digest != whole.digest
+
+
+def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
+    """Both get the same corpus, and nothing but that corpus is left."""
+    path = tmp_path / "big.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(20_000)))
+    program = (
+        "import sys; from pathlib import Path; from swarm.config import DataConfig; from swarm.data import corpora\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "corpus = corpora.prepare(DataConfig(dataset=sys.argv[1]), cache_dir=Path(sys.argv[2]))\n"
+        "print(corpus.digest, int(corpus.sources[0].tokens.sum()))"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(path), str(cache)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    answers = [process.communicate(timeout=30)[0] for process in processes]
+    expected = sum(path.read_bytes()) + ord("\n")
+    assert answers[0] == answers[1]
+    assert answers[0].split()[1] == str(expected)
+    assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".tokens"]
 
 
 def test_a_text_that_another_process_prepares_is_not_fetched_as_well(
@@ -191,6 +259,17 @@ corpora.prepare(config, cache_dir=Path(sys.argv[2]))
     assert not list(cache.glob(".preparing-*"))
 
 
+@pytest.mark.parametrize(
+    ("length", "fraction", "train", "held_out"), [(499, 0.98, 10, 490), (15, 0.02, 8, 8), (20, 0.02, 12, 9)]
+)
+def test_too_short(tmp_path: Path, cache: Path, length: int, fraction: float, train: int, held_out: int) -> None:
+    """The part to train on cannot fill a microbatch, or the held-out part a sample."""
+    path = tmp_path / "short.txt"
+    path.write_text("x" * length)
+    told = f"too short: {train} tokens to train on and {held_out} held out, where a microbatch needs 17 to train on"
+    assert_refused(config_of(path, held_out_fraction=fraction), cache, told)
+
+
 def test_what_is_held_out_of_a_short_text_may_be_smaller_than_a_microbatch(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("x" * 300)
@@ -208,3 +287,36 @@ def test_a_compressed_text_is_the_text(name: str, tmp_path: Path, cache: Path) -
     (tmp_path / name).write_bytes(gzip.compress(text.encode()))
     plain, packed = (corpora.prepare(config_of(tmp_path / each), cache_dir=cache) for each in ("text.txt", name))
     assert plain.digest == packed.digest
+
+
+def test_a_damaged_compressed_text_is_left_out_and_named(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress(os.urandom(5000))[:-200])
+    assert_refused(config_of(path), cache, "text")
+
+
+def test_just_long_enough(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 33)
+    corpus = corpora.prepare(config_of(path, held_out_fraction=0.5), cache_dir=cache)
+    assert len(corpus.sources[0].training) == len(corpus.sources[0].held_out) == 17
+
+
+def test_cache_that_cannot_be_written(folder: Path) -> None:
+    assert_refused(
+        config_of(folder),
+        folder / "part0" / "0.txt",
+        r"cannot prepare .*0\.txt.*; the environment's XDG_CACHE_HOME can name another place",
+    )
+
+
+def test_how_far_a_long_preparation_is(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Rows([{"text": "x" * 99_999}] * 3).install(monkeypatch)
+    monkeypatch.setattr(prepared, "_SAY_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        corpora.prepare(config_of("hf:bees"), cache_dir=cache)
+        corpora.prepare(config_of("hf:bees", max_tokens=250_000), cache_dir=cache)
+    assert "preparing hf:bees: 0.3 million tokens so far; data.max_tokens would end it sooner" in caplog.messages
+    assert "preparing hf:bees: 0.1 million tokens of 0.2" in caplog.messages

@@ -11,6 +11,8 @@ from peers.dashboard.history import (
     History,
     HistoryFile,
     Line,
+    Series,
+    figures_over_time,
     news,
 )
 from peers.dashboard.rounds import FARTHEST, MOST_PEERS, MOST_ROUNDS
@@ -52,6 +54,12 @@ def test_who_took_part_and_who_was_there_and_did_not() -> None:
     # A peer that reports a moment later has taken part, too.
     history.add(later, view([peer("bob", round=2, recent_rounds=(0, 1))]), 6.0)
     assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A, B], "missing": []}}}
+
+
+def test_who_was_not_there_misses_no_round() -> None:
+    first = view([peer("ann", round=5, recent_rounds=(3, 4)), peer("bob", round=5)])
+    history = _after(first)
+    assert history.rounds.to_json()["4"] == {"at": 2.0, "stages": {"0": {"took_part": [A], "missing": []}}}
 
 
 def test_a_boast_about_rounds_replaces_none() -> None:
@@ -100,6 +108,11 @@ def test_who_most_members_have_signed_to_be_a_liar_is_named_while_they_do() -> N
     assert history.contributions.to_json()[A]["named"] == ""
 
 
+def test_time_in_which_nobody_watched_is_nobodys() -> None:
+    history = _after(view([peer("ann")]), view([peer("ann")]), every=3600.0)
+    assert history.contributions.peers[A].serving_seconds == 0.0
+
+
 def test_those_seen_last_are_kept_of_too_many_peers() -> None:
     crowd = view([peer(f"peer {number}") for number in range(MOST_PEERS + 5)])
     history = _after(view([peer("ann")]), crowd)
@@ -119,10 +132,14 @@ ANN, BOB = peer("ann"), peer("bob")
         (view([ANN, BOB]), view([BOB]), ["ann of stage 0 has gone"]),
         (view([replace(ANN, state="leaving"), BOB]), view([BOB]), []),
         (view([ANN, BOB]), view([replace(ANN, state="leaving"), BOB]), ["ann leaves stage 0"]),
+        (view([BOB]), view([BOB, replace(ANN, state="joining")]), ["ann is on its way to stage 0"]),
+        (view([_started(ANN, 1.0)]), view([_started(ANN, 9.0)]), ["ann of stage 0 was started again"]),
         (view([ANN, BOB], [peer("cid")]), view([BOB], [peer("cid"), ANN]), ["ann has moved from stage 0 to stage 1"]),
         (view([], [BOB]), view([ANN], [ANN, BOB]), ["stage 0 has a peer again", "ann serves stage 0-1"]),
+        (view([ANN, BOB], [BOB]), view([ANN, BOB], [ANN, BOB]), ["ann serves stage 0-1"]),
         (view([ANN, BOB], [ANN, BOB]), view([BOB], [BOB]), ["ann of stage 0-1 has gone"]),
         (view([ANN], step=None), view([ANN]), ["trainer feeder is there"]),
+        (view([ANN]), view([ANN], step=None), ["trainer feeder has gone"]),
         (view([ANN]), view([replace(ANN, refusals=("1a2b is elsewhere",))]), ["ann: 1a2b is elsewhere"]),
         (view([ANN]), view([replace(ANN, round=9, samples=3)], step=2), []),
     ],
@@ -163,3 +180,48 @@ def test_a_file_that_is_no_history_is_set_aside(content: str, tmp_path: Path, ca
     assert HistoryFile(path).read("run") == History(run="run")
     assert (tmp_path / "run.unreadable").read_text() == content
     assert "is no history" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = HistoryFile(tmp_path / "gone" / "run.json")
+    file.write(History(run="run"))
+    file.write(History(run="run"))
+    assert caplog.text.count("the history is not written") == 1
+
+
+def _filled(series: Series, *values: float | None, every: float = 1.0) -> Series:
+    for number, value in enumerate(values):
+        series.add(1000.0 + number * every, {"loss": value})
+    return series
+
+
+def test_a_span_has_the_mean_of_what_is_known_of_it() -> None:
+    series = _filled(Series(span_seconds=4.0, max_spans=9), 1.0, 3.0, None, 5.0, None, None, None, None, 7.0)
+    assert series.at == [1000.0, 1004.0, 1008.0]
+    assert series.columns == {"loss": [3.0, None, 7.0]}
+
+
+def test_a_clock_that_is_set_back_does_not_turn_time_around() -> None:
+    series = _filled(Series(span_seconds=1.0, max_spans=9), 1.0, 2.0)
+    series.add(900.0, {"loss": 4.0})
+    assert (series.at, series.columns) == ([1000.0, 1001.0], {"loss": [1.0, 3.0]})
+
+
+def test_spans_that_coarsen_keep_the_whole_time() -> None:
+    series = _filled(Series(span_seconds=1.0, max_spans=8, coarsens=True), *map(float, range(100)))
+    assert len(series.at) <= 8
+    assert (series.at[0], series.span_seconds) == (1000.0 - 1000.0 % series.span_seconds, 16.0)
+    known = [value for value in series.columns["loss"] if value is not None]
+    assert known == sorted(known)
+    assert known[-1] > 90.0
+
+
+def test_the_pace_is_that_of_the_slowest_stage_with_all_its_variants() -> None:
+    rates = [("ann", 4.0), ("bob", 2.5), ("cid", 3.0), ("dan", 9.0)]
+    seen = view(*([peer(name, samples_per_second=rate)] for name, rate in rates))
+    blocks = [Block(0), Block(1), Block(1, 1), Block(2)]
+    variants = [
+        replace(row, stage=block.stage, variant=block.variant) for row, block in zip(seen.stages, blocks, strict=True)
+    ]
+    assert figures_over_time(seen)["samples_per_second"] == 2.5
+    assert figures_over_time(replace(seen, stages=tuple(variants)))["samples_per_second"] == 4.0

@@ -24,6 +24,7 @@ from swarm.config import LoraConfig, StagesConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder
 from swarm.interchange.adapter import WEIGHTS
+from swarm.interchange.source import parameter_shapes
 from swarm.model.stages import build_stage, trained_shapes
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import save
@@ -91,9 +92,21 @@ def _large_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "fault"),
     [
+        (_lose_a_shard, "is missing; download the model again"),
+        (_truncate, "it is not a whole safetensors file"),
+        (_set(architectures=["MambaForCausalLM"]), "the architecture 'MambaForCausalLM' is not supported"),
         (_pickle, "as a pickle, which can hold code and is never read"),
+        (_set(intermediate_size=96), "and config.json makes it [96, 48]"),
         (_large_tokenizer, "is smaller than the tokenizer's (301)"),
+        (_beside("special_tokens_map.json", "{"), "special_tokens_map.json: it "),
+        *(
+            (_beside(name, "[]"), f"{name}: it ")
+            for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+        ),
+        (_beside("chat_template.jinja", "{% if x %}"), "the chat template is not valid"),
         (_beside("chat_template.jinja", "{{ raise_exception('no') }}"), "cannot render these messages: no"),
+        (_beside("tokenizer_config.json", '{"chat_template": "{{ messages[7].content[0] }}"}'), "cannot render"),
+        (_beside("tokenizer_config.json", '{"chat_template": 5}'), "is no text of at most 1 MiB"),
     ],
 )
 def test_a_model_that_cannot_be_imported_is_one_line_and_nothing_is_written(
@@ -109,6 +122,34 @@ def test_a_model_that_cannot_be_imported_is_one_line_and_nothing_is_written(
     assert errors[0].startswith("swarm-model: error: ")
     assert fault in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_card_has_the_losses_that_were_measured_by_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256))
+    (tmp_path / "checkpoints").mkdir()
+    write_cut(tmp_path / "checkpoints", cut(2, config), num_rounds=2)
+    rows = [
+        {"step": 0, "event": "training begins"},
+        {"step": 1, "train/loss": 3.5, "val/loss": 3.25, "val/loss/books": 3.125},
+        {"step": 2, "train/loss": 3.0, "val/loss": None},
+        {"step": 3, "train/loss": 2.0, "val/loss": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    where = ["--checkpoint", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "out")]
+    _run(capsys, "export", *where, "--metrics", str(tmp_path))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| Loss, training, at round 2 | 3.0000 nats a token |" in card
+    assert "| Loss, held-out, at round 1 | 3.2500 nats a token |" in card
+    assert "| Loss, held-out, books, at round 1 | 3.1250 nats a token |" in card
+    assert "2.0000" not in card
+    where[-1] = str(tmp_path / "none")
+    none = ("{", "[]", "[" * 100_000, '{"train/loss": 1.5, "step": Infinity}')
+    for content, fault in (("{}", "has no losses"), *((content, "is no metrics.jsonl") for content in none)):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=fault):
+            model.main(["export", *where, "--metrics", str(tmp_path / "metrics.jsonl")])
+    with pytest.raises(ValueError, match="No such file"):
+        model.main(["export", *where, "--metrics", str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
@@ -249,6 +290,66 @@ def test_checkpoints_that_are_replaced_while_they_are_read_are_looked_for_again(
     assert "out: round 3 of the run" in said
 
 
+def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    write_cut(checkpoints, cut(3), num_rounds=1)
+    next(checkpoints.glob("stage-1-*")).unlink()
+    with pytest.raises(IntegrityError, match="has no sound checkpoints with all of the model"):
+        model.main(["export", "--checkpoint", str(checkpoints), "--output", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (
+            ["export", "--output", "out"],
+            "give one of INVITE, --lan, --initial-peers ADDRESS, --checkpoint DIR and --model DIR",
+        ),
+        (
+            ["export", "--output", "out", "--model", "run", "--checkpoint", "c"],
+            "not both --checkpoint DIR and --model DIR",
+        ),
+        (["export", "--output", "out", "--model", "run", "--round", "3"], "--round needs INVITE or --checkpoint"),
+        (["export", "--output", "out", "--model", "run", "--adapter"], "need INVITE or --checkpoint DIR"),
+        (["export", "--output", "out", "--checkpoint", "c", "--adapter", "--merged"], "--adapter excludes"),
+        (["export", "--output", "out", "--model", "run", "--insecure"], "--insecure belong to a running swarm"),
+        (["melt"], "give one of import, export, route, show, push"),
+    ],
+)
+def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = model.main(arguments)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    assert code == 2
+    said = capsys.readouterr().err
+    assert fault in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_to_which_no_checkpoint_was_written_yet_is_called_that(tmp_path: Path) -> None:
+    begun = tmp_path / "checkpoints"
+    (begun / "tokenizer").mkdir(parents=True)
+    (begun / "tokenizer" / "tokenizer.json").write_text("{}")
+    out = ("--output", str(tmp_path / "out"))
+    for arguments in (["show", str(begun)], ["export", "--checkpoint", str(begun), *out]):
+        with pytest.raises(IntegrityError, match="no checkpoint yet: a swarm-peer writes one every 10 rounds, or as"):
+            model.main(arguments)
+    for arguments in (["show", str(tmp_path / "no")], ["export", "--checkpoint", str(tmp_path / "no"), *out]):
+        with pytest.raises(ValueError, match="no: there is no such folder"):
+            model.main(arguments)
+
+
+def test_a_round_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    for rounds in (1, 2):
+        write_cut(checkpoints, cut(2), num_rounds=rounds)
+    with pytest.raises(IntegrityError, match=r"of round 99 with all of the model; those there are of round 1, 2$"):
+        model.main(["export", "--checkpoint", str(checkpoints), "--round", "99", "--output", str(tmp_path / "out")])
+
+
 class _Hub:
     """Stands in for huggingface_hub's client; an account is `me`."""
 
@@ -290,6 +391,11 @@ def test_a_repository_without_an_account_is_one_of_the_token_s(
             model.main(["push", str(tmp_path), name, "--dry-run"])
 
 
+def test_what_is_no_export_is_not_pushed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no exported model"):
+        model.main(["push", str(tmp_path), "me/mine"])
+
+
 def test_a_push_without_a_token_says_how_to_get_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,3 +410,9 @@ def test_a_push_without_a_token_says_how_to_get_one(
 
 SIZES = {"gpt2-124m": 124.4, "gpt2-355m": 354.8, "llama-124m": 123.5}
 SIZES |= {"shakespeare": 10.8, "shakespeare-cpu": 0.8, "tinystories": 15.2}
+
+
+@pytest.mark.parametrize(("preset", "millions"), SIZES.items())
+def test_presets_have_as_many_parameters_as_they_are_called(preset: str, millions: float) -> None:
+    shapes = parameter_shapes(configs.load_preset(preset).model)
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e6 == pytest.approx(millions, abs=0.1)

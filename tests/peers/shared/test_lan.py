@@ -2,11 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peers.doctor.options import DoctorOptions
+from peers.generate.options import GenerateOptions
+from peers.model.options import ExportModelOptions
 from peers.shared import lan
 from swarm import config as configs
 from swarm.credentials.identity import generate
@@ -27,6 +31,11 @@ def _invite(run: str, *hosts: str, peer: int = 0, is_locked: bool = False) -> In
 
 def _encoded(text: str | None) -> bytes | None:
     return None if text is None else text.encode()
+
+
+def test_what_is_announced_is_read_as_an_invite_is() -> None:
+    invite = _invite(RUN, "192.0.2.1", is_locked=True)
+    assert lan.claimed({b"run": RUN.encode(), b"invite": str(invite).encode()}) == (RUN, invite)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +122,13 @@ async def test_a_run_without_tls_is_found_by_those_who_want_one_and_named_to_oth
         [line] = [record.message for record in caplog.records if "as well" in record.message]
         assert line.startswith(f"run {left_out.run_id} is in this network as well, ")
         assert "--insecure" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [(DoctorOptions, {}), (GenerateOptions, {"prompt": "x"}), (ExportModelOptions, {"output": Path("out")})],
+)
+def test_an_invite_beside_the_local_network_is_refused(options: Callable[..., object], given: dict[str, Any]) -> None:
+    options(lan=True, **given)
+    with pytest.raises(ValueError, match=r"INVITE(,| and) --lan"):
+        options(invite="swarm://x", lan=True, **given)

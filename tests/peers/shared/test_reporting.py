@@ -1,5 +1,6 @@
 """Weights & Biases as a good, a broken and a hanging module, and TensorBoard. None of them disturbs training."""
 
+import importlib.util
 import logging
 import sys
 import threading
@@ -63,6 +64,20 @@ def test_offline_run_is_fed_and_names_the_command(tmp_path: Path, monkeypatch: p
     assert fake.arguments["settings"]["init_timeout"] <= 30
 
 
+@pytest.mark.parametrize(("step", "goes_on"), [(11, True), (1, False)])
+def test_a_training_that_goes_on_in_its_folder_goes_on_in_its_run(
+    step: int, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = _FakeWandb(_FakeRun(tmp_path))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first in (1, step):
+        run = _start(tmp_path)
+        run.log({"train/loss": 2.0}, step=first)
+        run.finish(timeout_seconds=10)
+    assert fake.arguments["resume"] == "allow"
+    assert fake.arguments["id"] == ("abc123" if goes_on else None)
+
+
 @pytest.mark.parametrize("failure", [RuntimeError("no network"), SystemExit(1)])
 def test_an_error_is_logged_once(
     failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -121,3 +136,31 @@ def test_a_training_that_goes_on_from_an_earlier_step_has_each_step_once(tmp_pat
     events.Reload()
     found = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert found == [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0), (5, 35.0), (6, 36.0)]
+
+
+def test_a_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(name: str, *arguments: Any) -> None:
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(ValueError, match=r"--tensorboard needs an extra; .*pip install .*'\.\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_an_error_of_tensorboard_ends_the_reporting_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.utils import tensorboard
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorboard.SummaryWriter, "add_scalar", full)
+    with caplog.at_level(logging.WARNING):
+        board = TensorBoard(tmp_path)
+        for step in range(3000):
+            board.log({"train/loss": 1.0}, step=step)
+        assert board.close(timeout_seconds=60)
+    assert caplog.messages == [
+        "no more reports to TensorBoard, the training goes on: OSError: [Errno 28] No space left on device"
+    ]

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from peers.shared import cli
@@ -17,22 +19,35 @@ from peers.shared.network import KnownPeers, Membership
 from peers.shared.reporting import Reporting, WandbRun
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
+from peers.trainer import program
 from peers.trainer.options import TrainerOptions
-from peers.trainer.program import finish, open_corpus, open_later_texts, paths_of
+from peers.trainer.program import finish, open_corpus, open_later_texts, paths_of, rerouting_of
 from peers.trainer.report import Report
 from swarm import config as configs
-from swarm.config import Amendment
+from swarm.config import Amendment, RunConfig, StagesConfig
+from swarm.data import tokenizers
 from swarm.data.microbatches import Microbatches, Texts
+from swarm.data.path_router import PathRouter, hashed
 from swarm.errors import CorpusMismatch
 from swarm.machine.clock import SystemClock
 from swarm.metrics import MetricsLog
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.routing.router import Router
+from swarm.training.samples import TOKENS
+from tests.data.texts import Rows, end_of_preparation
 from tests.support import locked
 from tests.support.chain import SYNCHRONOUS, eventually
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.text_corpus import text_corpus
+from tests.support.tokenizers import write_tokenizer
+
+
+def test_a_missing_extra_is_told_before_the_run_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "find_entrance", lambda *arguments, **options: pytest.fail("it went on"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *arguments: None)
+    with pytest.raises(ValueError, match=r"^--tensorboard needs an extra; .*'\.\[tensorboard\]'$"):
+        program.main(["--initial-peers", "x", "--tensorboard", str(tmp_path / "board")])
 
 
 def _options(*more: str) -> TrainerOptions:
@@ -86,6 +101,43 @@ def test_a_class_that_the_run_names_is_not_imported_unless_our_user_names_it(
     assert (tmp_path / "imported").exists()
 
 
+def _run_with_a_tokenizer(folder: Path) -> RunConfig:
+    """A run whose first peer had its text and its tokenizer in a folder of its own, as it is published."""
+    (folder / "text.txt").write_text("the bees trained all day. " * 6000)
+    tokenizer = write_tokenizer(folder / "first" / "tokenizer.json", ["the", "bees", "trained"])
+    options = PeerOptions(preset="tiny", dataset=(str(folder / "text.txt"),), tokenizer=tokenizer)
+    config = own_config(options, None, folder / "cache")
+    assert config is not None
+    return config
+
+
+def test_the_tokenizer_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = _run_with_a_tokenizer(tmp_path)
+    copy = (tmp_path / "first").rename(tmp_path / "second") / "tokenizer.json"
+    with pytest.raises(ValueError, match="the run's tokenizer is not on this machine: name a copy with --tokenizer"):
+        open_corpus(config, ())
+    corpus, data = open_corpus(config, (), str(copy))
+    assert corpus.digest == config.data.digest
+    assert data.held_out(1)[0][TOKENS].max() == 3
+
+
+def test_a_text_for_validation_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, text in (("text.txt", "the bees trained all day. " * 6000), ("own.txt", "the bees slept. " * 90)):
+        (tmp_path / name).write_text(text)
+    options = PeerOptions(preset="tiny", dataset=(str(tmp_path / "text.txt"),), validation=str(tmp_path / "own.txt"))
+    config = own_config(options, None, tmp_path / "cache")
+    assert config is not None
+    copy = (tmp_path / "own.txt").rename(tmp_path / "copy.txt")
+    with pytest.raises(ValueError, match=r"^data\.validation '[^']*own\.txt' does not exist"):
+        open_corpus(config, ())
+    assert open_corpus(config, (), validation=str(copy))[0].digest == config.data.digest
+    whole = dataclasses.replace(config, data=dataclasses.replace(config.data, validation="", digest=""))
+    with pytest.raises(ValueError, match="the run holds out a part of its own: leave it out"):
+        open_corpus(whole, (str(tmp_path / "text.txt"),), validation=str(copy))
+
+
 def test_a_trainer_of_some_paths_reads_and_checks_their_texts_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -114,6 +166,58 @@ def test_a_trainer_of_some_paths_reads_and_checks_their_texts_alone(
     texts[1].write_text("other ants. " * 6000)
     with pytest.raises(CorpusMismatch, match=r"'[^']*ants\.txt' is different text here"):
         open_corpus(config, (), paths=(1,))
+
+
+def test_a_router_that_is_not_for_the_run_is_one_line(tmp_path: Path) -> None:
+    PathRouter(weights_PF=torch.zeros(2, len(hashed([0]))), biases_P=torch.zeros(2), tokenizer="bytes").write(tmp_path)
+    options = TrainerOptions(initial_peers=("x",), router=tmp_path, reroute_every=32)
+    config = configs.load_preset("tiny")
+    with pytest.raises(ValueError, match="the router chooses among 2 paths, and the run has 1"):
+        rerouting_of(options, config)
+    paths = dataclasses.replace(config, stages=StagesConfig(num_stages=3, variants=(1, 2, 1)))
+    assert rerouting_of(options, paths) is not None
+    every = paths.data.sequence_length
+    with pytest.raises(ValueError, match=f"--reroute-every {every}: samples of this run have {every} tokens"):
+        rerouting_of(dataclasses.replace(options, reroute_every=every), paths)
+    with pytest.raises(ValueError, match="--router DIR and --reroute-every N go together"):
+        TrainerOptions(initial_peers=("x",), router=tmp_path)
+
+
+def test_a_run_on_a_dataset_that_streams_is_begun_and_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Rows([{"text": f"story {number:03} " * 99} for number in range(500)]).install(monkeypatch)
+    options = PeerOptions(preset="tiny", dataset=("hf:stories",), set=("data.part_rows=60",))
+    config = own_config(options, None, tmp_path / "first")
+    assert config is not None
+    _, data = open_corpus(config, ())
+    told = set[str]()
+    for index in range(2 * data.num_windows // config.data.microbatch_size + 1):
+        told |= set(bytes(data.tokens(index).ravel().tolist()).decode().split())
+    end_of_preparation()
+    assert {"000", "001", "060", "061", "120"} & told == {"001", "060", "061", "120"}, "the first row is held out"
+    with pytest.raises(ValueError, match=r"^--set: data\.part_rows is for Hugging Face datasets"):
+        own_config(dataclasses.replace(options, dataset=(str(tmp_path),)), None, tmp_path / "first")
+
+
+def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is not prepared with it either, and need not be there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = _run_with_a_tokenizer(tmp_path)
+    (tmp_path / "text.txt").unlink()
+    larger = write_tokenizer(tmp_path / "larger.json", [f"word{number}" for number in range(1000)])
+    ours, theirs = tokenizers.load(larger).identity[:12], config.data.tokenizer_identity[:12]
+    told = f"is another tokenizer here ({ours}) than in the run ({theirs}); leave --tokenizer out"
+    with pytest.raises(CorpusMismatch, match=re.escape(told)) as caught:
+        open_corpus(config, (), larger)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(
+        CorpusMismatch, match=re.escape(f"is another tokenizer here (bytes) than in the run ({theirs})")
+    ):
+        open_corpus(config, (), "bytes")
 
 
 class _Wandb:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -17,10 +18,12 @@ from peers.trainer.report import Report
 from peers.trainer.session import Session
 from swarm.config import Timeline
 from swarm.data.corpora import Corpus
-from swarm.data.microbatches import HeldOut, Microbatches, Texts
+from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches, Texts
 from swarm.data.tokenizers import ByteTokenizer
+from swarm.errors import Fatal
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
+from swarm.hop import continuation
 from swarm.machine.clock import SystemClock
 from swarm.machine.words import printable
 from swarm.metrics import MetricsLog, read
@@ -31,6 +34,7 @@ from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.stage import evaluation
+from swarm.stage.generation import SessionLimits
 from swarm.training.samples import TOKENS
 from swarm.types import Block
 from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens
@@ -77,7 +81,7 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
     return Session(options, config, paths, texts, Timeline(config), hops, watcher, loop, report)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_comes(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,6 +103,29 @@ async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_
             chain.update(records)
             assert await waiting == expected
             assert caplog.messages == [line]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_of_peers_that_are_there_and_fail_it_is_not_said_that_there_are_none(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.02)
+    caplog.set_level(logging.WARNING)
+    async with running_chain(SYNCHRONOUS, num_peers=[2, 2, 1]) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path)
+            for peer in chain.at(stage):
+                await peer.server.stop(0)
+            waiting = asyncio.ensure_future(session.evaluate())
+            await eventually(lambda: bool(caplog.messages))
+            await asyncio.sleep(0.2)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+    (line,) = caplog.messages
+    assert line.startswith(f"waiting: both peers of stage {stage} failed just now (")
+    assert ", tried again in " in line
+    assert all(peer.record.endpoint in line for peer in chain.at(stage))
+    assert "start one" not in line
 
 
 @pytest.mark.parametrize(("evaluate_every", "expects_loss"), [(10, True), (0, False)])
@@ -158,6 +185,40 @@ async def test_who_only_evaluates_writes_down_the_present_round_s_loss_and_feeds
     assert session.sample
 
 
+async def test_who_only_evaluates_and_cannot_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def held_out_loss(*_: object, **__: object) -> float:
+        raise Fatal("no chain")
+
+    monkeypatch.setattr(sessions, "held_out_loss", held_out_loss)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path, steps=0)
+            with pytest.raises(Fatal, match="could not be evaluated"):
+                await session.only_evaluate()
+    session.report.goodbye(interrupted=True)
+    assert session.report.files(cast(Corpus, None), interrupted=True) == {}
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+async def test_an_evaluation_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def held_out_loss(*_: object, evaluated: Callable[[int, int], None], **__: object) -> HeldOutLoss:
+        session.waits.look(10.0)
+        evaluated(3, 12)
+        session.waits.look(16.0)
+        return HeldOutLoss(mean=1.0, by_source={})
+
+    monkeypatch.setattr(sessions, "held_out_loss", held_out_loss)
+    caplog.set_level(logging.INFO)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path)
+            await session.evaluate()
+    expected = "waiting for the loss on held-out text: 3 of 12 parts are done, 18 s left, 6 s so far"
+    assert caplog.messages[-1] == expected
+
+
 def _text_of(sample: str) -> str:
     return sample.partition("--- the swarm goes on ---\n")[2].removesuffix("\n---")
 
@@ -177,6 +238,16 @@ async def test_a_sample_is_as_long_as_it_was_asked_for_and_what_the_swarm_writes
             tokens += await collect(engine, tokens[-half:], sampling, count)
     expected = ByteTokenizer().decode(tokens[half:])
     assert _text_of(sample) == printable(expected, keep="\n\t")
+
+
+async def test_without_a_sample_a_line_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(continuation, "PATIENCE_SECONDS", 0.1)
+    async with running_chain(SYNCHRONOUS, session_limits=SessionLimits(max_sessions=0)) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            assert await _session(chain, metrics, tmp_path).write_sample() == ""
+    assert caplog.messages[-1] == "no sample of text: this peer takes no sessions"
 
 
 async def test_what_strangers_have_the_swarm_write_is_no_command_to_a_terminal(
