@@ -72,6 +72,30 @@ class Deviation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How the norms of honest contributions depend on the amounts that they are made of.
+
+    Attributes:
+        power: one of s times the usual amount is about s to this power as long.
+        leeway: by which this power may be larger or smaller.
+        factor: a norm is in line between what is usual for its amount divided by this and that times this, whatever
+            the deviation.
+    """
+
+    power: float
+    leeway: float
+    factor: float
+
+
+MEAN_GRADIENTS = Growth(power=0.0, leeway=1.0, factor=NORM_FACTOR)
+"""A mean over few samples may be longer, as its noise is; where few microbatches are odd, in either direction."""
+STEPS = Growth(power=0.75, leeway=0.25, factor=2.0)
+"""The path of s times as many steps is s times as long if it is straight, and the root of s times if each step goes
+another way. In trials of a small model with 1 to 12 steps the power was 0.56 to 0.95, and norms differed from what it
+says by 10 % to 20 %, those of newcomers whose optimizer has no past by up to 2.5 times in their first round."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """The comparison of the contributions to one part.
 
@@ -80,12 +104,14 @@ class Comparison:
         part: the place of the part in the vector.
         layers: the places of the layers in the vector, by name, one after the other.
         memory: what this member remembers of earlier contributions.
+        growth: how norms grow with amounts.
     """
 
     amounts: Mapping[str, int]
     part: slice
     layers: Sequence[tuple[str, slice]]
     memory: "Memory"
+    growth: "Growth"
 
     def deviations(self, parts: Mapping[str, torch.Tensor]) -> tuple[Deviation, ...]:
         """The members whose contributions, each of shape (P,), are out of line. One that is so in several ways or
@@ -111,7 +137,7 @@ class Comparison:
         ]:  # fmt: skip
             if size >= LEAST_ELEMENTS:
                 where = f" in {name}" if name else ""
-                for index, reason, is_clear in _out_of_line(np.asarray(each), amounts, size):
+                for index, reason, is_clear in _out_of_line(np.asarray(each), amounts, size, self.growth):
                     deviation = Deviation(peer_id=peers[index], reason=reason + where, is_clear=is_clear and not name)
                     found.setdefault(peers[index], deviation)
         for peer in repeated:
@@ -188,19 +214,21 @@ def _products(parts: Sequence[torch.Tensor]) -> np.ndarray:
     return total
 
 
-def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: int) -> Iterable[tuple[int, str, bool]]:
+def _out_of_line(
+    products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: int, growth: Growth
+) -> Iterable[tuple[int, str, bool]]:  # fmt: skip
     """The members that are out of line, in what, and whether clearly."""
     norms_M = np.sqrt(products_MM.diagonal())
-    usual = float(np.median(norms_M))
+    shares_M = amounts_M / np.median(amounts_M)
+    scaled_M = norms_M / shares_M**growth.power
+    usual = float(np.median(scaled_M))
     if not usual > 0.0:
         return
-    # A contribution of more steps or samples than usual may be longer; a mean over fewer samples may be, too.
-    shares_M = amounts_M / np.median(amounts_M)
-    leeway_M = np.maximum(shares_M, 1.0 / shares_M)
-    logs_M = np.log(np.maximum(norms_M / usual, 1e-9))
-    factor_M = leeway_M * max(NORM_FACTOR, float(np.exp(DEVIATIONS * spread(logs_M))))
+    leeway_M = np.maximum(shares_M, 1.0 / shares_M) ** growth.leeway
+    logs_M = np.log(np.maximum(scaled_M / usual, 1e-9))
+    factor_M = leeway_M * max(growth.factor, float(np.exp(DEVIATIONS * spread(logs_M))))
     for index in np.flatnonzero(np.abs(logs_M) > np.log(factor_M)):
-        reason = f"its norm is {norms_M[index] / usual:.2g} times the median"
+        reason = f"its norm is {scaled_M[index] / usual:.2g} times what is usual for its samples"
         yield int(index), reason, bool(logs_M[index] > np.log(CLEAR_FACTOR * factor_M[index]))
     usable = np.flatnonzero((np.abs(logs_M) <= np.log(factor_M)) & (norms_M > 0.0))
     if len(usable) < LEAST_MEMBERS:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swarm.compression import buffers
-from swarm.honesty.comparison import LEAST_ELEMENTS, Comparison, Memory, layers_of
+from swarm.honesty.comparison import LEAST_ELEMENTS, MEAN_GRADIENTS, STEPS, Comparison, Growth, Memory, layers_of
 
 SIZE, LAYER = 8192, 2048
 LAYERS = [(f"layers.{index}", slice(index * LAYER, (index + 1) * LAYER)) for index in range(SIZE // LAYER)]
@@ -30,12 +30,19 @@ def memory() -> Memory:
 
 def compared(
     parts: dict[str, torch.Tensor], *, amounts: dict[str, int] | None = None, part: slice = slice(0, SIZE),
-    remembered: Memory | None = None,
+    remembered: Memory | None = None, growth: Growth = MEAN_GRADIENTS,
 ) -> dict[str, str]:  # fmt: skip
-    comparison = Comparison(
-        amounts=amounts or dict.fromkeys(parts, 64), part=part, layers=LAYERS, memory=remembered or memory()
-    )
+    comparison = comparison_of(parts, remembered or memory(), amounts=amounts, part=part, growth=growth)
     return {found.peer_id: found.reason for found in comparison.deviations(parts)}
+
+
+def comparison_of(
+    parts: dict[str, torch.Tensor], remembered: Memory, *, amounts: dict[str, int] | None = None,
+    part: slice = slice(0, SIZE), growth: Growth = MEAN_GRADIENTS,
+) -> Comparison:  # fmt: skip
+    return Comparison(
+        amounts=amounts or dict.fromkeys(parts, 64), part=part, layers=LAYERS, memory=remembered, growth=growth
+    )
 
 
 @pytest.mark.parametrize("common", [0.0, 0.1, 0.5, 3.0])
@@ -47,9 +54,9 @@ def test_nobody_is_out_of_line_among_the_honest(common: float) -> None:
 @pytest.mark.parametrize(
     ("factor", "reason"),
     [
-        (0.0, "its norm is 0 times the median"),
-        (3.0, "its norm is 3 times the median"),
-        (0.2, "its norm is 0.2 times the median"),
+        (0.0, "its norm is 0 times what is usual for its samples"),
+        (3.0, "its norm is 3 times what is usual for its samples"),
+        (0.2, "its norm is 0.2 times what is usual for its samples"),
         (-1.0, "its cosine with the mean of the others is -0."),
     ],
 )
@@ -99,6 +106,18 @@ def test_who_has_more_or_fewer_samples_may_be_longer_or_less_sure_of_its_directi
     assert compared(parts).keys() == {"1", "2"}
 
 
+@pytest.mark.parametrize("power", [0.6, 0.9])
+def test_paths_of_more_or_fewer_steps_are_longer_or_shorter_and_a_multiple_of_one_is_found(power: float) -> None:
+    parts = contributions(8, common=1.0)
+    steps = dict(zip(parts, [3, 4, 5, 6, 6, 8, 10, 12], strict=True))
+    for peer, part_P in parts.items():
+        part_P *= steps[peer] ** power
+    assert compared(parts, amounts=steps, growth=STEPS) == {}
+    for liar in parts:
+        told = parts | {liar: 3.0 * parts[liar]}
+        assert compared(told, amounts=steps, growth=STEPS).keys() == {liar}
+
+
 def test_where_honest_members_hardly_agree_directions_say_nothing() -> None:
     parts = contributions(8, common=0.05)
     parts["1"] *= -1
@@ -137,19 +156,18 @@ def test_only_the_very_same_contribution_is_a_proof(*, change: float, is_sure: b
     # With DiLoCo contributions of honest members may be much like their last ones.
     parts = contributions(8, seed=2, common=3.0)
     parts["4"] = before["4"] + change * parts["4"]
-    amounts = dict.fromkeys(parts, 64)
-    comparison = Comparison(amounts=amounts, part=slice(0, SIZE), layers=LAYERS, memory=remembered)
+    comparison = comparison_of(parts, remembered)
     found = {each.peer_id: (each.is_computed, each.is_clear) for each in comparison.deviations(parts)}
     assert found["4"] == (is_sure, is_sure)
     alike = {peer: 1.0001 * each for peer, each in before.items()}
-    assert Comparison(amounts=amounts, part=slice(0, SIZE), layers=LAYERS, memory=remembered).deviations(alike) == ()
+    assert comparison.deviations(alike) == ()
 
 
 @pytest.mark.parametrize(("factor", "is_clear"), [(-1.0, True), (20.0, True), (0.0, False), (3.0, False)])
 def test_what_no_honest_member_gives_is_clear(factor: float, is_clear: bool) -> None:
     parts = contributions(8, common=1.0)
     parts["1"] *= factor
-    comparison = Comparison(amounts=dict.fromkeys(parts, 64), part=slice(0, SIZE), layers=LAYERS, memory=memory())
+    comparison = comparison_of(parts, memory())
     assert [(each.peer_id, each.is_clear) for each in comparison.deviations(parts)] == [("1", is_clear)]
 
 
@@ -157,7 +175,7 @@ def test_odd_numbers_and_those_of_one_layer_are_not_clear() -> None:
     parts = contributions(8, common=1.0)
     parts["1"] = contributions(1, seed=1)["0"]
     parts["2"][LAYERS[2][1]] *= -1
-    comparison = Comparison(amounts=dict.fromkeys(parts, 64), part=slice(0, SIZE), layers=LAYERS, memory=memory())
+    comparison = comparison_of(parts, memory())
     assert {each.peer_id: each.is_clear for each in comparison.deviations(parts)} == {"1": False, "2": False}
 
 

@@ -28,7 +28,7 @@ from swarm.compression import buffers
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import PeerUnavailable
-from swarm.honesty.comparison import Comparison, Memory, layers_of
+from swarm.honesty.comparison import MEAN_GRADIENTS, STEPS, Comparison, Memory, layers_of
 from swarm.honesty.suspects import Suspects
 from swarm.stage.spot_check import TOLERANCE
 from swarm.training.samples import amount
@@ -240,7 +240,10 @@ class MixedRounds:
             for owner, part in places.items():
                 memory = self._memories.setdefault(owner, Memory(np.random.default_rng(len(self._memories))))
                 memory.begin(length)
-                comparison = Comparison(amounts=amounts, part=part, layers=layers, memory=memory)
+                comparison = Comparison(
+                    amounts=amounts, part=part, layers=layers, memory=memory,
+                    growth=MEAN_GRADIENTS if self.config.rounds.synchronous else STEPS,
+                )  # fmt: skip
                 said[owner] = comparison.deviations({name: vectors[name][part] for name in order})
                 self.num_words[0] += len(said[owner])
                 self.num_words[1] += len(order) - 1

@@ -22,6 +22,7 @@ from swarm.compression.codec import contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
 from swarm.events import Events
+from swarm.honesty.comparison import MEAN_GRADIENTS, Growth
 from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
@@ -99,9 +100,9 @@ class Exchanges:
 
     def __init__(
         self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0, suspects: Suspects | None = None,
-        disproved: Callable[[], Mapping[str, str]] = dict,
+        disproved: Callable[[], Mapping[str, str]] = dict, growth: Growth = MEAN_GRADIENTS,
     ) -> None:  # fmt: skip
-        """`disproved`: see RoundMember."""
+        """`disproved`: see RoundMember. `growth` is that of the contributions."""
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
         self.bytes_per_second = bytes_per_second
@@ -116,18 +117,17 @@ class Exchanges:
         """The error feedback of each fragment."""
         self.suspects = suspects or Suspects()
         self._disproved = disproved
-        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved)
+        self._growth = growth
+        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved, growth)
         self._last: Closed | None = None
         self._memory = Recycler()
 
     def under(self, config: AveragingConfig) -> "Exchanges":
         """These exchanges themselves, or new ones if the settings have been amended. The residual stays behind, because
         it is in the former codec's order of elements."""
-        return (
-            self
-            if config == self._config
-            else Exchanges(config, self._own_id, self.bytes_per_second, self.suspects, self._disproved)
-        )
+        if config == self._config:
+            return self
+        return Exchanges(config, self._own_id, self.bytes_per_second, self.suspects, self._disproved, self._growth)
 
     @property
     def residual_bytes(self) -> int:

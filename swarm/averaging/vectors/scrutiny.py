@@ -19,7 +19,7 @@ from swarm.averaging.vectors.terms import Average, Compare
 from swarm.compression import buffers
 from swarm.compression.codec import Codec
 from swarm.events import Events, OutOfLine
-from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of, odd_sums
+from swarm.honesty.comparison import Comparison, Deviation, Growth, Memory, layers_of, odd_sums
 from swarm.honesty.suspects import Suspects
 from swarm.training.round_member import Contribution
 from swarm.training.samples import Amount
@@ -30,13 +30,14 @@ class Scrutiny:
     """What a member remembers of the others from one exchange to the next, under one configuration."""
 
     def __init__(
-        self, own_id: str, codec: Codec, suspects: Suspects, disproved: Callable[[], Mapping[str, str]]
+        self, own_id: str, codec: Codec, suspects: Suspects, disproved: Callable[[], Mapping[str, str]], growth: Growth
     ) -> None:
-        """`codec` is that of the contributions. `disproved`: see RoundMember."""
+        """`codec` and `growth` are those of the contributions. `disproved`: see RoundMember."""
         self._own_id = own_id
         self._codec = codec
         self._suspects = suspects
         self._disproved = disproved
+        self._growth = growth
         self._memories: dict[int, Memory] = {}
         """What this member remembers of others' contributions to each fragment."""
         self._odd_sums: Sequence[Deviation] = ()
@@ -52,6 +53,7 @@ class Scrutiny:
             part=part,
             layers=layers_of(buffers.places(own.tensors, is_tiled=self._codec.tile == buffers.TILE)),
             memory=memory,
+            growth=self._growth,
         )
         if gathers:  # Then each member compares all, and no words travel.
             return lambda parts, stated: comparison.deviations(parts)
