@@ -30,8 +30,8 @@ COSINE_SHARE = 0.25
 LEAST_COSINE = 0.15
 """Directions are compared only if the usual cosine is as large as this: below it honest members hardly agree."""
 CLEAR_FACTOR, CLEAR_SHARE = 4.0, -0.5
-"""No honest contribution is so far out of line: longer than what is in line by this factor, or with less than this
-share of the usual cosine."""
+"""No honest contribution is so far out of line, whatever the deviation: longer than what is in line by this factor, or
+with less than this share of the usual cosine."""
 SUM_DEVIATIONS = 4.0
 """An owner's sum is in line if what a member's own contribution has in it is within so many standard deviations."""
 REPEATED_COSINE, NEW_COSINE = 0.98, 0.9
@@ -245,9 +245,10 @@ def _out_of_line(
     for index, cosine in zip(usable, cosines, strict=True):
         # The direction of a mean over fewer samples is less certain.
         expected = typical * min(1.0, float(shares_M[index])) ** 0.5
-        if cosine < min(expected - DEVIATIONS * deviation, COSINE_SHARE * expected):
+        is_clear = bool(cosine < CLEAR_SHARE * expected)
+        if is_clear or cosine < min(expected - DEVIATIONS * deviation, COSINE_SHARE * expected):
             reason = f"its cosine with the mean of the others is {cosine:.2f}, where {typical:.2f} is usual"
-            yield int(index), reason, bool(cosine < CLEAR_SHARE * expected)
+            yield int(index), reason, is_clear
 
 
 def _cosines(products_MM: np.ndarray, shares_M: np.ndarray) -> np.ndarray:

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 ROUNDS = 5
 """What owners say counts in this many rounds."""
-LEFT_OUT_AFTER, NAMED_AFTER = 3, 4
-"""In so many of these rounds a member must be out of line to be left out of the present one, and to be named."""
+DOUBTED_AFTER, LEFT_OUT_AFTER, NAMED_AFTER = 2, 3, 4
+"""In so many of these rounds a member must be out of line for parts to change hands, to be left out of the present one,
+and to be named."""
 MANY_WORDS, MOST_OF_A_ROUND = 10, 3
 """So many words of owners, of which so many of each round count, must be about a member in these rounds to name it. If
 there are fewer, it is named only if it is out of line at one place in all of these rounds, but for one in which it
@@ -147,10 +148,17 @@ class Suspects:
         return [peer for peer, number in self._left_out.items() if number == round_number]
 
     def in_order(self, peer_ids: Collection[str], round_number: int) -> list[str]:
-        """The members in the order in which they own parts: that of their ids, and while somebody is in doubt another
-        one in each round."""
+        """The members in the order in which they own parts: that of their ids, and another one in each round while
+        somebody is in doubt. One round's words are no doubt yet: most are chance, and an owner that keeps its part sees
+        whether somebody gives again what it gave before."""
         ordered = sorted(peer_ids)
-        shift = round_number % len(ordered) if self._words or self._computed else 0
+        is_doubted = any(
+            _agreement(part.start, rounds.values())[0] >= DOUBTED_AFTER
+            for rounds in self._words.values()
+            for words in rounds.values()
+            for part, _ in words.by_owner.values()
+        )
+        shift = round_number % len(ordered) if is_doubted or self._computed else 0
         return ordered[shift:] + ordered[:shift]
 
     def judge(

@@ -174,6 +174,17 @@ def test_two_liars_of_eight_are_named_within_five_rounds_and_nobody_else_is(lie:
     assert max(rounds.named.values()) < 8 + ROUNDS
 
 
+def test_those_that_give_the_round_before_s_are_named_at_once_though_another_was_odd_in_that_round() -> None:
+    rounds = Rounds(3, num_members=8, is_diloco=True, is_even=True)
+    odd, *liars = rounds.members[:3]
+    for number in range(10):
+        odd.lie = LIES["one layer"] if number == 8 else None
+        for liar in liars:
+            liar.lie = LIES["the round before's"] if number == 9 else None
+        rounds.run(1.0, 1.0)
+    assert rounds.named == {liar.name: 9 for liar in liars}
+
+
 def test_a_contribution_against_all_others_is_left_out_of_its_first_round() -> None:
     rounds = Rounds(0, num_members=8, is_diloco=True, is_even=True)
     liar = rounds.members[2]
