@@ -29,6 +29,7 @@ from swarm.data.tokenizers import Tokenizer
 from swarm.generation.engine import Engine, LocalEngine, Room, RoutedEngine
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.hop.hop import Hop
+from swarm.hop.retries import HopContext
 from swarm.interchange import origin
 from swarm.interchange.export import Origin
 from swarm.machine.clock import SystemClock
@@ -147,7 +148,7 @@ async def _engines(
     """Make an engine for each path, and inside the block keep the peers of stage 0 up to date."""
     known, channels, clock, config = member.known, member.channels, member.clock, member.config
     hops = {
-        block: Hop(run_id=config.run_id, block=block, router=known.router, channels=channels, clock=clock)
+        block: Hop(HopContext(run_id=config.run_id, block=block, router=known.router, channels=channels, clock=clock))
         for block in blocks
         if block.stage == 0
     }

@@ -23,7 +23,7 @@ from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint.writer import Checkpoints
 from swarm.events import Join
 from swarm.hop.hop import Hop
-from swarm.hop.retries import HopLimits
+from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.words import about
 from swarm.rpc.dispatch import Dispatch
 from swarm.rpc.local import LocalBlock
@@ -52,10 +52,12 @@ class ServedBlock:
         config = membership.config
         hops = {
             following: Hop(
-                run_id=config.run_id, block=following,
-                router=membership.known.router, channels=membership.channels, clock=membership.clock,
-                events=options.events, limits=HopLimits.of(config, following), memory=backend.staging.host_bytes,
-                own=self._local, check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
+                HopContext(
+                    run_id=config.run_id, block=following, router=membership.known.router, own=self._local,
+                    channels=membership.channels, clock=membership.clock, limits=HopLimits.of(config, following),
+                ),
+                events=options.events, memory=backend.staging.host_bytes,
+                check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
                 encodings_in=lambda round_number: backend.boundary_in(round_number).encodings,
             )
             for following in config.neighbours(block, 1)

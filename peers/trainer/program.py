@@ -48,7 +48,7 @@ from swarm.dht.directory import Announcement
 from swarm.errors import CorpusMismatch
 from swarm.events import Events, Leave
 from swarm.hop.hop import Hop
-from swarm.hop.retries import HopLimits
+from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.clock import Loop, SystemClock
 from swarm.machine.words import counted
 from swarm.metrics import MetricsLog
@@ -203,9 +203,11 @@ def make_session(
     config, clock, channels = member.config, member.clock, member.channels
     hops = {
         block: Hop(
-            run_id=config.run_id, block=block, router=member.known.router, channels=channels,
-            clock=clock, events=events, limits=HopLimits.of(config, block),
-            check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
+            HopContext(
+                run_id=config.run_id, block=block, router=member.known.router, channels=channels, clock=clock,
+                limits=HopLimits.of(config, block),
+            ),
+            events=events, check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
         )
         for block in paths.entries
     }  # fmt: skip

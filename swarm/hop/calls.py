@@ -5,20 +5,18 @@ The hop chooses the peer, and asks another one if the attempt fails. Every wait 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Tensors, obstacle_of, pack_route, unpack_route, well_formed
-from swarm.hop.retries import HopLimits, Retries
+from swarm.hop.retries import HopContext, Retries
 from swarm.machine.clock import Clock
-from swarm.routing.router import Router
 from swarm.routing.throughput import Line, Observation
-from swarm.rpc.ask import Stream, address_of
+from swarm.rpc.ask import Stream
 from swarm.rpc.bounds import CHUNK_BYTES, require_bounds
-from swarm.rpc.channels import ChannelPool, Patience
-from swarm.rpc.local import LocalBlock
+from swarm.rpc.channels import Patience
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import (
     GRADIENT,
@@ -34,10 +32,8 @@ from swarm.rpc.wire import (
 )
 from swarm.training import samples
 from swarm.training.samples import Microbatch
-from swarm.types import Block, PeerId, PeerRecord
+from swarm.types import PeerId, PeerRecord
 
-FindOwn = Callable[[PeerRecord], LocalBlock | None]
-"""Finds the block that a record announces, if this very process serves it: it is called without gRPC."""
 EncodingsIn = Callable[[int], Mapping[str, str]]
 """The encodings of a round's activations and gradients, by their names."""
 
@@ -105,14 +101,12 @@ class Calls:
     """Calls to peers of one block, each over a stream of its own."""
 
     def __init__(
-        self, *, run_id: str, block: Block, channels: ChannelPool, own: FindOwn, router: Router,
-        clock: Clock, limits: HopLimits, memory: NewBytes, encodings_in: EncodingsIn, wants_statements: bool = False,
-    ) -> None:  # fmt: skip
+        self, context: HopContext, *, memory: NewBytes, encodings_in: EncodingsIn, wants_statements: bool
+    ) -> None:
         """`memory` makes the memory of the tensors that are answered."""
-        self._encodings_in, self._wants_statements = encodings_in, wants_statements
-        self._run_id, self._block = run_id, block
-        self._channels, self._own, self._router = channels, own, router
-        self._clock, self._limits, self._memory = clock, limits, memory
+        self._context = context
+        self._block, self._clock, self._limits = context.block, context.clock, context.limits
+        self._memory, self._encodings_in, self._wants_statements = memory, encodings_in, wants_statements
         self.line = Line()
         self._num_sending = 0
         self._credits: set[PeerId] = set()
@@ -133,7 +127,7 @@ class Calls:
         reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
         patience = self._patience(record, tensors, specs)
-        with contextlib.closing(_Way(self._clock, self.line)) as way, self._noting_loss(record):
+        with contextlib.closing(_Way(self._clock, self.line)) as way:
             # The peer expects the opening as soon as there is a stream, so the turn comes first.
             async with self._turn(peer_id, patience) as turn, Stream(self._stub(record, patience).Train()) as call:
                 opening = self._opening(peer_id, microbatch, retries, patience)
@@ -153,17 +147,16 @@ class Calls:
 
     def _patience(self, record: PeerRecord, there: Tensors, back: Mapping[str, TensorSpec]) -> Patience:
         """What a call with these tensors is given."""
-        if self._own(record) is not None:
-            return Patience()
         num_bytes = sum(tensor.nbytes for tensor in there.values()), sum(spec.num_bytes for spec in back.values())
-        return self._channels.patience(record, max(num_bytes))
+        return self._context.patience(record, max(num_bytes))
 
     def _silence_seconds(self, patience: Patience) -> float:
         return self._limits.silence_seconds + patience.more_seconds
 
     def _stub(self, record: PeerRecord, patience: Patience) -> Any:
         """StageService's stub. It counts as Any: generated types expect all requests when a call begins."""
-        return self._own(record) or stage_stub(self._channels.channel(record, bulk=patience.is_needed))
+        context = self._context
+        return context.own(record) or stage_stub(context.channels.channel(record, bulk=patience.is_needed))
 
     @contextlib.asynccontextmanager
     async def _turn(self, peer_id: PeerId, patience: Patience) -> AsyncIterator[contextlib.AsyncExitStack]:
@@ -172,18 +165,9 @@ class Calls:
         async with contextlib.AsyncExitStack() as turn:
             if patience.is_needed:
                 await turn.enter_async_context(self._turns.setdefault(peer_id, asyncio.Lock()))
-                if peer_id in self._router.banned(self._block):
+                if peer_id in self._context.router.banned(self._block):
                     raise PeerUnavailable("it failed the microbatch before this one", is_unreachable=True)
             yield turn
-
-    @contextlib.contextmanager
-    def _noting_loss(self, record: PeerRecord) -> Iterator[None]:
-        try:
-            yield
-        except PeerUnavailable as error:
-            if error.is_unreachable:
-                self._channels.lost(record)
-            raise
 
     def _opening(self, peer_id: PeerId, microbatch: Microbatch, retries: Retries, patience: Patience) -> pb.Open:
         is_known = peer_id == retries.route.own
@@ -191,7 +175,7 @@ class Calls:
         if is_eager:
             self._credits.remove(peer_id)
         return pb.Open(
-            address=address_of(self._run_id, self._block), microbatch=microbatch.index, round=microbatch.round,
+            address=self._context.address(), microbatch=microbatch.index, round=microbatch.round,
             num_samples=microbatch.num_samples, hints=pack_route(retries.route.peers),
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=retries.route.forward_passed and not is_known, eager=is_eager,
@@ -267,7 +251,7 @@ class Calls:
     def _learn(self, record: PeerRecord, microbatch: Microbatch, done: pb.Done, way: _Way) -> None:
         peer_id = PeerId(record.peer_id)
         if way.seconds is not None:
-            self._channels.transferred(record, max(way.seconds, way.answer_seconds))
+            self._context.channels.transferred(record, max(way.seconds, way.answer_seconds))
         if done.credits:
             self._credits.add(peer_id)
         else:
@@ -281,7 +265,7 @@ class Calls:
             num_bytes=way.num_bytes,
             queue_length=done.queue_length,
         )
-        self._router.succeeded(self._block, peer_id, reply)
+        self._context.router.succeeded(self._block, peer_id, reply)
 
     async def evaluate(
         self, record: PeerRecord, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener, *, path: int
@@ -289,7 +273,7 @@ class Calls:
         """Ask one peer, as Hop.evaluate does. Raises any SwarmError that `translate` gives."""
         num_samples, num_tokens = tensors["tokens"].shape
         request = pb.EvaluateOpen(
-            address=address_of(self._run_id, self._block, path), round=held[0].round, num_samples=num_samples,
+            address=self._context.address(path), round=held[0].round, num_samples=num_samples,
             sequence_length=num_tokens - 1, later=held[1:],
         )  # fmt: skip
         patience = self._patience(record, tensors, {})
@@ -306,7 +290,7 @@ class Calls:
     async def hold(self, record: PeerRecord, newest_round: int, listener: HopListener, *, path: int) -> Hold:
         """Open a hold, as Hop.hold does, at one peer, which asks one of the next stage, and so on to the last. Raises
         what `translate` gives. Cancellation ends the stream."""
-        request = pb.HoldRequest(address=address_of(self._run_id, self._block, path), newest_round=newest_round)
+        request = pb.HoldRequest(address=self._context.address(path), newest_round=newest_round)
         async with Stream(self._stub(record, Patience()).Hold(request)) as stream:
             # The peer gives signs of life while it asks the later stages.
             while not (reply := await stream.read(self._limits.silence_seconds)).HasField("held"):

@@ -19,12 +19,10 @@ from swarm.errors import (
     TryAnotherPeer,
     TryLater,
 )
-from swarm.hop.retries import HopLimits, Retries
-from swarm.hop.session import PIECE_BYTES, PIECE_TOKENS, Order, Piece, SessionCall, SessionCalls, Token
-from swarm.machine.clock import Clock
+from swarm.hop.retries import HopContext, Retries
+from swarm.hop.session import PIECE_BYTES, PIECE_TOKENS, Order, Piece, SessionCall, Token, open_session
 from swarm.machine.words import Repeats
-from swarm.routing.router import Router
-from swarm.types import Block, PeerId, PeerRecord
+from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -99,21 +97,18 @@ class Continuation:
     it began elsewhere."""
 
     def __init__(
-        self, order: Order, *, block: Block, calls: SessionCalls, router: Router, clock: Clock, limits: HopLimits,
-        rounds: tuple[int, ...] = (), newest_round: int | None = None, piece_bytes: int = 0,
+        self, order: Order, context: HopContext, *, rounds: tuple[int, ...] = (), newest_round: int | None = None,
+        piece_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """Its rounds, `newest_round` and `piece_bytes` are those of SessionCalls.open, for the next stage."""
+        """Its rounds, `newest_round` and `piece_bytes` are those of open_session, for the next stage."""
         self.rounds = rounds
         self.begun = asyncio.Event()
         self._newest_round, self._piece_bytes = newest_round, piece_bytes
         self._order = order
-        self._block = block
-        self._calls = calls
-        self._router = router
-        self._clock = clock
-        self._limits = limits
-        self._repeats = Repeats(clock)
-        self._transcript = Transcript(vocab_size=order.vocab_size, writes_itself=block.stage == 0)
+        self._context = context
+        self._block, self._clock = context.block, context.clock
+        self._repeats = Repeats(context.clock)
+        self._transcript = Transcript(vocab_size=order.vocab_size, writes_itself=context.block.stage == 0)
         self._call: SessionCall | None = None
         self._standby: SessionCall | None = None
         self._without: set[PeerId] = set()
@@ -158,14 +153,7 @@ class Continuation:
     # -- the peer that computes ----------------------------------------------------------------------------------------
 
     async def _next_token(self) -> Token:
-        retries = Retries(
-            block=self._block,
-            router=self._router,
-            clock=self._clock,
-            limits=self._limits,
-            repeats=self._repeats,
-            without=self._without,
-        )
+        retries = Retries(self._context, self._repeats, without=self._without)
         since = self._clock.monotonic()
         why: SwarmError = NotReady(f"stage {self._block} has no peer that can be asked")
         while True:
@@ -180,7 +168,6 @@ class Continuation:
                 if self._call is not None:
                     since = self._clock.monotonic()
                 self._drop()
-                self._calls.failed(record, error)
                 retries.note(record, error)
                 why = error
 
@@ -198,8 +185,8 @@ class Continuation:
         raise PeerUnavailable(obstacle.in_words(self._block), is_gone=why.is_gone, is_unreachable=why.is_unreachable)
 
     async def _open(self, record: PeerRecord, *, standby: bool) -> SessionCall:
-        return await self._calls.open(
-            record, self._order, rounds=self.rounds, newest_round=self._newest_round, standby=standby,
+        return await open_session(
+            self._context, record, self._order, rounds=self.rounds, newest_round=self._newest_round, standby=standby,
             piece_bytes=self._piece_bytes,
         )  # fmt: skip
 
@@ -231,7 +218,7 @@ class Continuation:
             await self._clock.sleep(STANDBY_SECONDS)
 
     async def _find_standby(self, present: PeerId) -> None:
-        record = self._router.choose(self._block, 1, exclude={present, *self._without})
+        record = self._context.router.choose(self._block, 1, exclude={present, *self._without})
         if record is None:
             return
         try:

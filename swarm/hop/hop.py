@@ -19,15 +19,12 @@ from swarm.errors import MalformedMessage, PathStandsStill, PeerUnavailable, Try
 from swarm.events import Events
 from swarm.events import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Obstacle, Tensors
-from swarm.hop.calls import Calls, EncodingsIn, FindOwn, Hold
+from swarm.hop.calls import Calls, EncodingsIn, Hold
 from swarm.hop.continuation import Continuation
-from swarm.hop.retries import HopLimits, Retries
-from swarm.hop.session import Order, SessionCalls
+from swarm.hop.retries import HopContext, Retries
+from swarm.hop.session import Order
 from swarm.hop.spot_checks import SpotChecks
-from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats
-from swarm.routing.router import Router
-from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import NewBytes, new_bytes, stage_stub
 from swarm.training.samples import Microbatch
@@ -48,46 +45,37 @@ class Hop:
     """Hands microbatches to the peers of one block."""
 
     def __init__(
-        self, *, run_id: str, block: Block, router: Router, channels: ChannelPool, clock: Clock,
-        limits: HopLimits | None = None, events: Events | None = None,
-        memory: NewBytes = new_bytes, own: FindOwn = lambda _: None,
+        self, context: HopContext, *, events: Events | None = None, memory: NewBytes = new_bytes,
         check_share: float = 0.0, drifts: bool = False, encodings_in: EncodingsIn = lambda _: {},
     ) -> None:  # fmt: skip
         """
         Args:
             memory: makes the memory of the tensors that the stage answers.
-            own: finds the block that a record announces, if this very process serves it: it is called without gRPC.
             check_share: the share of answers that other peers check, while `run` runs.
             drifts: whether peers of the block have other weights within a round (DiLoCo).
             encodings_in: left out, only samples are sent.
         """
-        self.block = block
-        self._router = router
-        self._channels = channels
-        self._clock = clock
-        self._limits = limits or HopLimits()
+        self.block = context.block
+        self._context = context
+        self._router, self._clock = context.router, context.clock
         self._events = events or Events()
-        self._repeats = Repeats(clock)
+        self._repeats = Repeats(context.clock)
         self._under_way: set[Retries] = set()
         self._empty_since: float | None = None
         """Since when the block has had no peers but banned ones, and none has answered."""
         self._calls = Calls(
-            run_id=run_id, block=block,
-            channels=channels, own=own, router=router, clock=clock, limits=self._limits, memory=memory,
-            encodings_in=encodings_in, wants_statements=check_share > 0.0 and not drifts,
-        )  # fmt: skip
+            context, memory=memory, encodings_in=encodings_in, wants_statements=check_share > 0.0 and not drifts
+        )
         self.checks = SpotChecks(
-            run_id=run_id, block=block, share=check_share, router=router, drifts=drifts,
-            stub=lambda record: stage_stub(channels.channel(record)),
+            run_id=context.run_id, block=context.block, share=check_share, router=context.router, drifts=drifts,
+            stub=lambda record: stage_stub(context.channels.channel(record)),
         )  # fmt: skip
-        self._session_calls = SessionCalls(run_id=run_id, block=block, channels=channels, own=own, limits=self._limits)
 
     async def run(self) -> None:
         """Have answers checked, and watch the connections to the peers, until this is cancelled."""
-        watching = watch_connections(block=self.block, router=self._router, channels=self._channels, clock=self._clock)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.checks.run())
-            tasks.create_task(watching)
+            tasks.create_task(watch_connections(self._context))
 
     @property
     def is_held_up(self) -> bool:
@@ -114,7 +102,7 @@ class Hop:
         Raises Fatal if a peer refused the request itself, or too many peers failed. Cancellation closes the stream,
         which makes the peer roll back.
         """
-        retries = self._retries(hints)
+        retries = Retries(self._context, self._repeats, hints)
 
         async def once(record: PeerRecord) -> HopReply:
             self._events.write(
@@ -142,7 +130,7 @@ class Hop:
             lambda record: self._calls.hold(record, newest_round, heard_by, path=path),
             1,
             heard_by,
-            self._retries(),
+            Retries(self._context, self._repeats),
             busy_seconds=HOLD_SECONDS,
         )
 
@@ -156,28 +144,19 @@ class Hop:
         round peers hold for this caller, and which peers, which are asked first. Raises RoundGone if no peer of a stage
         has its round's weights any more, and what `train` does. Cancellation closes the stream.
         """
-        heard_by, retries = listener or HopListener(), self._retries({self.block: PeerId(held[0].peer_id)})
+        heard_by, hints = listener or HopListener(), {self.block: PeerId(held[0].peer_id)}
         return await self._until_answered(
             lambda record: self._calls.evaluate(record, tensors, held, heard_by, path=path),
             tensors["tokens"].shape[0],
             heard_by,
-            retries,
+            Retries(self._context, self._repeats, hints),
         )
 
     def continuation(
         self, order: Order, *, rounds: tuple[int, ...] = (), newest_round: int | None = None, piece_bytes: int = 0
     ) -> Continuation:
-        """The continuation of a session at this stage and all after it; see SessionCalls.open."""
-        return Continuation(
-            order, block=self.block, calls=self._session_calls, router=self._router, clock=self._clock,
-            limits=self._limits, rounds=rounds, newest_round=newest_round, piece_bytes=piece_bytes,
-        )  # fmt: skip
-
-    def _retries(self, hints: Mapping[Block, PeerId] | None = None) -> Retries:
-        return Retries(
-            block=self.block, router=self._router, clock=self._clock, limits=self._limits, repeats=self._repeats,
-            hints=hints,
-        )  # fmt: skip
+        """The continuation of a session at this stage and all after it; see open_session."""
+        return Continuation(order, self._context, rounds=rounds, newest_round=newest_round, piece_bytes=piece_bytes)
 
     async def _until_answered(
         self,
@@ -220,7 +199,7 @@ class Hop:
             self._empty_since = None
         elif self._empty_since is None:
             self._empty_since = now
-        elif now - self._empty_since >= self._limits.empty_seconds:
+        elif now - self._empty_since >= self._context.limits.empty_seconds:
             raise PathStandsStill(f"no peer of stage {self.block} answers")
 
 
@@ -230,12 +209,13 @@ def _num_cancels() -> int:
     return 0 if task is None else task.cancelling()
 
 
-async def watch_connections(*, block: Block, router: Router, channels: ChannelPool, clock: Clock) -> Never:
+async def watch_connections(context: HopContext) -> Never:
     """Tell the router which peers' connections break, and which unreachable peers serve again or still do not.
 
     Runs until it is cancelled. Each peer that the router takes for unreachable gets one call at a time, of gRPC's own
     health check, which a peer answers once it serves.
     """
+    block, router, channels = context.block, context.router, context.channels
     connected: set[str] = set()
     under_way: set[str] = set()
 
@@ -271,4 +251,4 @@ async def watch_connections(*, block: Block, router: Router, channels: ChannelPo
                 else:
                     under_way.add(record.place)
                     tasks.create_task(probe(record))
-            await clock.sleep(GAP_SECONDS)
+            await context.clock.sleep(GAP_SECONDS)

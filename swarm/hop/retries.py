@@ -5,7 +5,7 @@ It reports failed and busy peers to the router, and decides how long this microb
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -30,6 +30,10 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
+from swarm.rpc.ask import address_of
+from swarm.rpc.channels import ChannelPool, Patience
+from swarm.rpc.local import LocalBlock
+from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -65,14 +69,66 @@ finish a second one. Of few peers only such count as others: a much slower one w
 fast peer, which was chosen, is done with it sooner."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HopLimits:
+    """The time limits of a hop, its limit of failures, and the size of a round."""
+
+    open_seconds: float = 10.0
+    """Longest wait for a peer's first answer, when no tensor is sent before it."""
+    silence_seconds: float = 15.0
+    """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
+    stall_seconds: float = 120.0
+    """Longest wait for the next peer's own work, unless that peer is known to need longer."""
+    retry_seconds: float = 0.25
+    """Longest wait before asking again when no peer can be asked."""
+    max_failures: int = 12
+    """How many peers may fail a microbatch before it is given up. Busy answers and empty stages do not count, nor peers
+    that join, move, leave, or lack a round's weights."""
+    round_microbatches: int | None = None
+    """None with DiLoCo."""
+    empty_seconds: float = math.inf
+    """Longest wait for a block that has no peers, or only banned ones."""
+
+    @classmethod
+    def of(cls, config: RunConfig, block: Block) -> Self:
+        """The limits of hops to a block. With DiLoCo a microbatch does not wait for a block without peers if the run
+        has other paths, because it would keep the room of theirs."""
+        waits = config.rounds.synchronous or len(config.paths) == 1
+        return cls(
+            round_microbatches=len(config.microbatches_after(0, block)) if config.rounds.synchronous else None,
+            empty_seconds=math.inf if waits else EMPTY_SECONDS,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopContext:
+    """What the parts of a hop to one block share."""
+
+    run_id: str
+    block: Block
+    router: Router
+    channels: ChannelPool
+    clock: Clock
+    limits: HopLimits = HopLimits()
+    own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None
+    """Finds the block that a record announces, if this very process serves it: it is called without gRPC."""
+
+    def address(self, path: int = 0) -> Address:
+        return address_of(self.run_id, self.block, path)
+
+    def patience(self, record: PeerRecord, num_bytes: int) -> Patience:
+        """What a call that carries so many bytes in one direction is given."""
+        return Patience() if self.own(record) is not None else self.channels.patience(record, num_bytes)
+
+
 class Candidates:
     """The peers of one block, as one microbatch sees them."""
 
-    def __init__(self, block: Block, router: Router, clock: Clock, *, retry_seconds: float) -> None:
-        self._block = block
-        self._router = router
-        self._clock = clock
-        self._retry_seconds = retry_seconds
+    def __init__(self, context: HopContext) -> None:
+        self._block = context.block
+        self._router = context.router
+        self._clock = context.clock
+        self._retry_seconds = context.limits.retry_seconds
         self._left_alone: dict[PeerId, LeftAlone] = {}
         self._stuck_since: float | None = None
         """The first time at which there was no peer to ask; None if there was always one, or a peer has taken the
@@ -131,37 +187,6 @@ class Candidates:
         return None if obstacle.is_business and not is_stuck else obstacle
 
 
-@dataclass(frozen=True, kw_only=True)
-class HopLimits:
-    """The time limits of a hop, its limit of failures, and the size of a round."""
-
-    open_seconds: float = 10.0
-    """Longest wait for a peer's first answer, when no tensor is sent before it."""
-    silence_seconds: float = 15.0
-    """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
-    stall_seconds: float = 120.0
-    """Longest wait for the next peer's own work, unless that peer is known to need longer."""
-    retry_seconds: float = 0.25
-    """Longest wait before asking again when no peer can be asked."""
-    max_failures: int = 12
-    """How many peers may fail a microbatch before it is given up. Busy answers and empty stages do not count, nor peers
-    that join, move, leave, or lack a round's weights."""
-    round_microbatches: int | None = None
-    """None with DiLoCo."""
-    empty_seconds: float = math.inf
-    """Longest wait for a block that has no peers, or only banned ones."""
-
-    @classmethod
-    def of(cls, config: RunConfig, block: Block) -> Self:
-        """The limits of hops to a block. With DiLoCo a microbatch does not wait for a block without peers if the run
-        has other paths, because it would keep the room of theirs."""
-        waits = config.rounds.synchronous or len(config.paths) == 1
-        return cls(
-            round_microbatches=len(config.microbatches_after(0, block)) if config.rounds.synchronous else None,
-            empty_seconds=math.inf if waits else EMPTY_SECONDS,
-        )
-
-
 class Retries:
     """The state of one microbatch that is kept from attempt to attempt.
 
@@ -172,16 +197,17 @@ class Retries:
     """
 
     def __init__(
-        self, *, block: Block, router: Router, clock: Clock, limits: HopLimits, repeats: Repeats,
-        hints: Mapping[Block, PeerId] | None = None, without: set[PeerId] | None = None,
+        self, context: HopContext, repeats: Repeats, hints: Mapping[Block, PeerId] | None = None, *,
+        without: set[PeerId] | None = None,
     ) -> None:  # fmt: skip
         """`repeats` knows which failures, of any microbatch, the log has named a moment ago. Peers that say that they
         lack the weights of the round are added to those in `without`."""
-        self.candidates = Candidates(block, router, clock, retry_seconds=limits.retry_seconds)
-        self.route = Route(block, hints or {})
-        self._block = block
-        self._router = router
-        self._limits = limits
+        self.candidates = Candidates(context)
+        self.route = Route(context.block, hints or {})
+        self._block = context.block
+        self._router = context.router
+        self._channels = context.channels
+        self._limits = context.limits
         self._repeats = repeats
         self._without = set() if without is None else without
         self.has_others = False
@@ -261,6 +287,8 @@ class Retries:
             often = f", {num} times since this was said last" if num > 1 else ""
             logger.info("stage %s: %s failed: %s%s", self._block, record.display_name, error, often)
         self._ban_if_at_fault(peer_id, error)
+        if isinstance(error, PeerUnavailable) and error.is_unreachable:
+            self._channels.lost(record)
         self._leave_alone(record, error)
         self._count(error)
 

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
 from swarm.generation.sampling import Sampling, Scores, Scoring, require_few
-from swarm.hop.calls import FindOwn
-from swarm.hop.retries import HopLimits
-from swarm.rpc.ask import Stream, address_of
-from swarm.rpc.channels import ChannelPool, Patience
+from swarm.hop.retries import HopContext
+from swarm.rpc.ask import Stream
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
-from swarm.types import Block, PeerId, PeerRecord
+from swarm.types import PeerId, PeerRecord
 
 PIECE_TOKENS = 256
 """Most positions that are computed together, so that other work gets its turn between the pieces of a long prompt."""
@@ -177,47 +175,33 @@ class SessionCall:
         self._stream.cancel()
 
 
-class SessionCalls:
-    def __init__(
-        self, *, run_id: str, block: Block, channels: ChannelPool, own: FindOwn, limits: HopLimits
-    ) -> None:  # fmt: skip
-        self._run_id, self._block = run_id, block
-        self._channels, self._own = channels, own
-        self._limits = limits
+async def open_session(
+    context: HopContext, record: PeerRecord, order: Order, *, rounds: Sequence[int], newest_round: int | None,
+    standby: bool, piece_bytes: int,
+) -> SessionCall:  # fmt: skip
+    """Ask a peer, and through it the later stages, to take a session, or, with `standby`, only to hold the round's
+    weights for now.
 
-    async def open(
-        self, record: PeerRecord, order: Order, *, rounds: Sequence[int], newest_round: int | None, standby: bool,
-        piece_bytes: int,
-    ) -> SessionCall:  # fmt: skip
-        """Ask a peer, and through it the later stages, to take a session, or, with `standby`, only to hold the round's
-        weights for now.
-
-        `rounds` are those of the stage and all later ones, if the session has begun with them. Otherwise `newest_round`
-        is that of the stage before; None for stage 0. A piece has `piece_bytes` of hidden states at most, on which
-        depends what a slow line is given. Raises Overloaded if the peer has no room for one more, RoundMismatch if it
-        no longer has that round's weights, and whatever else `translate` gives.
-        """
-        opening = pb.SessionOpen(
-            address=address_of(self._run_id, self._block, order.path), rounds=rounds, newest_round=newest_round,
-            num_positions=order.num_positions, sampling=pack_sampling(order.sampling), standby=standby,
-        )  # fmt: skip
-        if order.scoring is not None:
-            opening.scoring.CopyFrom(pb.Scoring(first=order.scoring.first, num_top=order.scoring.num_top))
-        own = self._own(record)
-        patience = Patience() if own is not None else self._channels.patience(record, piece_bytes)
-        stub: Any = own or GenerationServiceStub(self._channels.channel(record, bulk=patience.is_needed))
-        silence_seconds = self._limits.silence_seconds + patience.more_seconds
-        async with Stream(stub.Generate()) as stream:
-            await stream.write(pb.GenerateRequest(open=opening), self._limits.open_seconds + patience.more_seconds)
-            # The peer gives signs of life while it opens the session at later stages.
-            while not (reply := await stream.read(silence_seconds)).HasField("opened"):
-                if reply.HasField("sampled"):
-                    raise PeerUnavailable("a token came before the session was opened")
-            if not reply.opened.rounds:
-                raise PeerUnavailable("an answer without the rounds that are used")
-        return SessionCall(stream, record, order, reply.opened.rounds, silence_seconds)
-
-    def failed(self, record: PeerRecord, error: SwarmError) -> None:
-        """Note why a session left a peer: its line may have become slow."""
-        if isinstance(error, PeerUnavailable) and error.is_unreachable:
-            self._channels.lost(record)
+    `rounds` are those of the stage and all later ones, if the session has begun with them. Otherwise `newest_round` is
+    that of the stage before; None for stage 0. A piece has `piece_bytes` of hidden states at most, on which depends
+    what a slow line is given. Raises Overloaded if the peer has no room for one more, RoundMismatch if it no longer has
+    that round's weights, and whatever else `translate` gives.
+    """
+    opening = pb.SessionOpen(
+        address=context.address(order.path), rounds=rounds, newest_round=newest_round,
+        num_positions=order.num_positions, sampling=pack_sampling(order.sampling), standby=standby,
+    )  # fmt: skip
+    if order.scoring is not None:
+        opening.scoring.CopyFrom(pb.Scoring(first=order.scoring.first, num_top=order.scoring.num_top))
+    patience = context.patience(record, piece_bytes)
+    stub: Any = context.own(record) or GenerationServiceStub(context.channels.channel(record, bulk=patience.is_needed))
+    silence_seconds = context.limits.silence_seconds + patience.more_seconds
+    async with Stream(stub.Generate()) as stream:
+        await stream.write(pb.GenerateRequest(open=opening), context.limits.open_seconds + patience.more_seconds)
+        # The peer gives signs of life while it opens the session at later stages.
+        while not (reply := await stream.read(silence_seconds)).HasField("opened"):
+            if reply.HasField("sampled"):
+                raise PeerUnavailable("a token came before the session was opened")
+        if not reply.opened.rounds:
+            raise PeerUnavailable("an answer without the rounds that are used")
+    return SessionCall(stream, record, order, reply.opened.rounds, silence_seconds)

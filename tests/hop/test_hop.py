@@ -20,7 +20,7 @@ from swarm.errors import PathStandsStill
 from swarm.hop import hop
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop, watch_connections
-from swarm.hop.retries import HopLimits
+from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.clock import SystemClock
 from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.peer_queue import NOBODY
@@ -92,9 +92,8 @@ async def probed(*, is_own: bool = False) -> AsyncIterator[_Peer]:
     """A peer that is watched, and at whose port nobody listens yet."""
     channels = ChannelPool(insecure=True)
     peer = _Peer(channels, is_own=is_own)
-    probing = asyncio.create_task(
-        watch_connections(block=Block(0), router=peer.router, channels=channels, clock=SystemClock())
-    )
+    context = HopContext(run_id="run", block=Block(0), router=peer.router, channels=channels, clock=SystemClock())
+    probing = asyncio.create_task(watch_connections(context))
     try:
         yield peer
     finally:
@@ -186,11 +185,13 @@ async def test_a_look_at_many_connections_takes_no_time() -> None:
             if len(looks) == 3:
                 raise asyncio.CancelledError
 
-    clock, channels = Looks(), Connected(insecure=True)
+    clock = Looks()
+    context = HopContext(
+        run_id="run", block=Block(0), router=Everybody(clock, random.Random(0)), channels=Connected(insecure=True),
+        clock=clock,
+    )  # fmt: skip
     with suppress(asyncio.CancelledError):
-        await watch_connections(
-            block=Block(0), router=Everybody(clock, random.Random(0)), channels=channels, clock=clock
-        )
+        await watch_connections(context)
     assert looks[2] - looks[1] < 0.1
 
 
@@ -204,8 +205,10 @@ async def test_a_microbatch_of_a_path_that_stands_still_is_given_back_after_a_wh
 
     def make(*, empty_seconds: float) -> Hop:
         return Hop(
-            run_id="run", block=banned.block, router=router, channels=ChannelPool(insecure=True),
-            clock=clock, limits=HopLimits(empty_seconds=empty_seconds),
+            HopContext(
+                run_id="run", block=banned.block, router=router, channels=ChannelPool(insecure=True), clock=clock,
+                limits=HopLimits(empty_seconds=empty_seconds),
+            )
         )  # fmt: skip
 
     async def seconds_of(one: Hop) -> float:

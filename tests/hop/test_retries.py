@@ -1,6 +1,7 @@
 """Which peer a hop asks next, and the consequences of a failure."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -21,10 +22,11 @@ from swarm.errors import (
     WrongStage,
 )
 from swarm.hop.answers import LONGEST_CAUSES, Obstacle, pack_obstacle
-from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
+from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopContext, HopLimits, Retries, most_sent_on
 from swarm.machine.words import Repeats
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.support.manual_clock import ManualClock
@@ -39,6 +41,7 @@ class World:
         self.clock = ManualClock()
         self.repeats = Repeats(self.clock)
         self.router = Router(self.clock, random.Random(0))
+        self.channels = Mock(spec=ChannelPool)
         self.records = [
             PeerRecord(
                 peer_id=f"{n:040x}", name=f"gpu-{n}", stage=0, endpoint=f"192.0.2.{n}:5001", announced_at=0.0,
@@ -50,7 +53,11 @@ class World:
         self.retries = self.another()
 
     def another(self, limits: HopLimits = LIMITS) -> Retries:
-        return Retries(block=Block(0), router=self.router, clock=self.clock, limits=limits, repeats=self.repeats)
+        context = HopContext(
+            run_id="run", block=Block(0), router=self.router, channels=self.channels, clock=self.clock,
+            limits=limits,
+        )  # fmt: skip
+        return Retries(context, self.repeats)
 
     def seconds_until_asked_again(self, record: PeerRecord) -> float:
         """How long this microbatch does not ask a peer which another microbatch could ask at once."""
@@ -204,6 +211,13 @@ def test_each_stall_doubles_the_patience_three_times_at_most() -> None:
         world.retries.require_no_stall(peer_id, 4, patience)
         with pytest.raises(DeadlineExceeded):
             world.retries.require_no_stall(peer_id, 4, patience + 1)
+
+
+def test_the_line_to_a_peer_that_does_not_answer_may_have_become_slow() -> None:
+    world = World(2)
+    world.retries.note(world.records[0], PeerUnavailable("no sign of life", is_unreachable=True))
+    world.retries.note(world.records[1], PeerUnavailable("this peer is out of memory"))
+    world.channels.lost.assert_called_once_with(world.records[0])
 
 
 def test_that_all_peers_of_a_stage_failed_is_told_with_each_cause_and_when_one_is_tried_again() -> None:

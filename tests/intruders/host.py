@@ -23,6 +23,7 @@ from swarm.credentials.identity import Identity
 from swarm.events import Events
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
+from swarm.hop.retries import HopContext
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc import tls
@@ -116,7 +117,7 @@ async def running(
     )  # fmt: skip
     channels = ChannelPool(identity=honest)
     hop = Hop(
-        run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock,
+        HopContext(run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock),
         encodings_in=lambda _: boundary_of(config).encodings,
     )  # fmt: skip
     async with cancelled_tasks() as tasks:

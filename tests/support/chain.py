@@ -30,7 +30,7 @@ from swarm.config import (
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.calls import EncodingsIn
 from swarm.hop.hop import Hop
-from swarm.hop.retries import HopLimits
+from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.clock import Clock, SystemClock
 from swarm.machine.recording import Recorder, recorder_of
 from swarm.model.masks import DropoutKey
@@ -429,9 +429,11 @@ def _hop(
     """The hop from `stage` to the next one, with its router and channels."""
     router, channels = Router(clock, random.Random(0), own_id), ChannelPool(insecure=True)
     hop = Hop(
-        run_id=config.run_id, block=Block(stage + 1), router=router,
-        channels=channels, clock=clock, limits=limits, memory=memory, own=own, check_share=check_share,
-        drifts=not config.rounds.synchronous, encodings_in=encodings_in,
+        HopContext(
+            run_id=config.run_id, block=Block(stage + 1), router=router, channels=channels, clock=clock, limits=limits,
+            own=own,
+        ),
+        memory=memory, check_share=check_share, drifts=not config.rounds.synchronous, encodings_in=encodings_in,
     )  # fmt: skip
     return router, channels, hop
 

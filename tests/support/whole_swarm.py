@@ -30,7 +30,7 @@ from swarm.data.prepared import Prepared
 from swarm.dht.directory import Directory
 from swarm.events import EventLog
 from swarm.hop.hop import Hop
-from swarm.hop.retries import HopLimits
+from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
@@ -143,9 +143,11 @@ class WholeSwarm:
         paths = TrainerPaths(config, CLOCK, known.peers, chosen)
         hops = {
             block: Hop(
-                run_id=config.run_id, block=block, router=router, channels=channels, clock=CLOCK,
-                events=log, limits=HopLimits.of(config, block),
-                check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
+                HopContext(
+                    run_id=config.run_id, block=block, router=router, channels=channels, clock=CLOCK,
+                    limits=HopLimits.of(config, block),
+                ),
+                events=log, check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
             )
             for block in paths.entries
         }  # fmt: skip
@@ -186,7 +188,7 @@ class WholeSwarm:
         router, channels = Router(CLOCK, random.Random(0)), self._channels(own)
         directory = Directory(self.store, own, self.config.run_id, CLOCK)
         await KnownPeers(router).look(directory, self.config.blocks)
-        yield Hop(run_id=self.config.run_id, block=Block(0), router=router, channels=channels, clock=CLOCK)
+        yield Hop(HopContext(run_id=self.config.run_id, block=Block(0), router=router, channels=channels, clock=CLOCK))
         await channels.close()
 
     def _admitted(self, token: Token | None = None) -> identities.Identity:

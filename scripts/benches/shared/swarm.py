@@ -22,6 +22,7 @@ from swarm.credentials.identity import Identity
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
+from swarm.hop.retries import HopContext
 from swarm.machine.clock import SystemClock
 from swarm.metrics import read as read_metrics
 from swarm.routing.router import Router
@@ -168,7 +169,7 @@ class SwarmProcesses:
         records = [record for peer in self.peers for record in peer.records if record.stage == stage]
         router.update(Block(stage), records)
         hop = Hop(
-            run_id=self.config.run_id, block=Block(stage), router=router, channels=channels, clock=clock,
+            HopContext(run_id=self.config.run_id, block=Block(stage), router=router, channels=channels, clock=clock),
             encodings_in=lambda _: boundary_of(self.config).encodings,
         )  # fmt: skip
         return hop, channels

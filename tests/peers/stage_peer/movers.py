@@ -29,6 +29,7 @@ from swarm.credentials.identity import generate
 from swarm.events import Event, Events, Leave
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
+from swarm.hop.retries import HopContext
 from swarm.machine.clock import SystemClock
 from swarm.rebalancing.layout import Span
 from swarm.routing.router import Router
@@ -190,7 +191,7 @@ async def trainer(
     router = Router(clock, random.Random(0))
     router.update(Block(0), [record for peer in peers if (record := await peer.record(0)) is not None])
     channels = ChannelPool(insecure=True)
-    hop = Hop(run_id=config.run_id, block=Block(0), router=router, channels=channels, clock=clock)
+    hop = Hop(HopContext(run_id=config.run_id, block=Block(0), router=router, channels=channels, clock=clock))
 
     async def train(index: int) -> HopReply:
         microbatch = Microbatch(
