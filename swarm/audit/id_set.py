@@ -1,6 +1,6 @@
 """A set of nearly consecutive microbatch ids, kept as ranges: its memory depends on the number of gaps, not of ids."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 
@@ -11,8 +11,8 @@ class IdSet:
         self._starts: list[int] = []
         self._ends: list[int] = []
         """One past the last id of each range."""
-        for start, end in _runs(ids):
-            self.add_range(start, end)
+        for index in sorted(ids):
+            self.add(index)
 
     def __len__(self) -> int:
         return sum(end - start for start, end in self.ranges())
@@ -34,7 +34,9 @@ class IdSet:
         self.add_range(index, index + 1)
 
     def add_range(self, start: int, end: int) -> None:
-        """Add all ids from `start` to just before `end`."""
+        """Add all ids from `start` to just before `end`; none if that is not above it."""
+        if start >= end:
+            return
         low = bisect_right(self._ends, start - 1)
         high = bisect_right(self._starts, end)
         if low < high:
@@ -48,40 +50,22 @@ class IdSet:
     def common(self, other: "IdSet") -> "IdSet":
         found = IdSet()
         for start, end in other.ranges():
-            place = max(0, bisect_right(self._starts, start) - 1)
-            while place < len(self._starts) and self._starts[place] < end:
-                first, last = max(start, self._starts[place]), min(end, self._ends[place])
-                if first < last:
-                    found.add_range(first, last)
-                place += 1
+            for first, last in self._within(start, end):
+                found.add_range(first, last)
         return found
 
     def without(self, other: "IdSet") -> "IdSet":
         left = IdSet()
         for start, end in self.ranges():
             at = start
-            for first, last in other.common(_range(start, end)).ranges():
-                if at < first:
-                    left.add_range(at, first)
+            for first, last in other._within(start, end):
+                left.add_range(at, first)
                 at = last
-            if at < end:
-                left.add_range(at, end)
+            left.add_range(at, end)
         return left
 
-
-def _range(start: int, end: int) -> IdSet:
-    ids = IdSet()
-    ids.add_range(start, end)
-    return ids
-
-
-def _runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
-    start, end = 0, 0
-    for index in sorted(ids):
-        if index > end or start == end:
-            if start < end:
-                yield start, end
-            start = index
-        end = index + 1
-    if start < end:
-        yield start, end
+    def _within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The parts of its ranges from `start` to just before `end`."""
+        low, high = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        for first, last in zip(self._starts[low:high], self._ends[low:high], strict=True):
+            yield max(start, first), min(end, last)
