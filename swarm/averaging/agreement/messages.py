@@ -215,22 +215,15 @@ def unpack_deviations(told: Sequence[pb.Deviation]) -> list[Deviation]:
 
 def pack_indices(indices: Collection[int]) -> list[int]:
     """A set of microbatches as the gaps between them: most gaps are 1 and take one byte."""
-    gaps, previous = [], -1
-    for index in sorted(indices):
-        gaps.append(index - previous)
-        previous = index
-    return gaps
+    return [index - previous for previous, index in itertools.pairwise([-1, *sorted(indices)])]
 
 
 def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
     """The inverse of `pack_indices`. Raises MalformedMessage for indices beyond LARGEST_COUNT."""
-    indices, previous = [], -1
-    for gap in gaps:
-        previous += gap
-        if previous > LARGEST_COUNT:
-            raise MalformedMessage(f"a microbatch beyond {LARGEST_COUNT} is named")
-        indices.append(previous)
-    return frozenset(indices)
+    indices = frozenset(itertools.accumulate(gaps, initial=-1)) - {-1}
+    if max(indices, default=0) > LARGEST_COUNT:
+        raise MalformedMessage(f"a microbatch beyond {LARGEST_COUNT} is named")
+    return indices
 
 
 def unpack_indices_of(round_indices: Container[int], gaps: Iterable[int]) -> frozenset[int]:
