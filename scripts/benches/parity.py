@@ -30,7 +30,7 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.swarm import SwarmProcesses, mixed_spans
 from scripts.benches.sides.reference import Reference, model_of_paths, parameter_name
-from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.state_transfer import StateTransfer, Wanted
 from swarm.averaging.wire.transport import Transport
 from swarm.config import LoraConfig, RunConfig, StagesConfig
 from swarm.credentials import identity
@@ -233,9 +233,8 @@ async def _download_weights(
     )
     while True:
         try:
-            fetched = await transfer.snapshot(
-                [record], max_bytes=1 << 30, wanted=lambda standing: standing.round == steps
-            )
+            wanted = Wanted(max_bytes=1 << 30, is_useful=lambda standing: standing.round == steps)
+            fetched = await transfer.snapshot([record], wanted)
         except PeerUnavailable:
             if time.monotonic() > deadline:
                 raise

@@ -18,7 +18,7 @@ from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.missed_rounds import MissedRounds
 from swarm.averaging.reporter import Survey
-from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.state_transfer import StateTransfer, Wanted
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, Overloaded, SwarmError
 from swarm.machine.words import Repeats, counted
@@ -217,12 +217,8 @@ class CatchUp:
         return self._entry.keeps_out()
 
     async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
-        fetched = await self._transfer.snapshot(
-            holders,
-            max_bytes=await self._size_limit(),
-            wanted=lambda theirs: theirs.round >= least_round,
-            has_others=self._survey.has_newcomers,
-        )
+        wanted = Wanted(max_bytes=await self._size_limit(), is_useful=lambda theirs: theirs.round >= least_round)
+        fetched = await self._transfer.snapshot(holders, wanted, self._survey.has_newcomers)
         self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._context.clock.monotonic())
         standing = messages.standing_of(fetched.snapshot)
         try:

@@ -156,9 +156,8 @@ class StateTransfer:
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     async def snapshot(
-        self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool],
-        has_others: Callable[[], bool] = lambda: False,
-    ) -> Fetched:  # fmt: skip
+        self, donors: Sequence[PeerRecord], wanted: Wanted, has_others: Callable[[], bool] = lambda: False
+    ) -> Fetched:
         """Fetch the farthest snapshot that most donors stand behind, from all donors that hold it with the same bits.
 
         A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
@@ -166,15 +165,13 @@ class StateTransfer:
 
         Args:
             donors: the best first; the first few that answer are used.
-            max_bytes: a larger snapshot is refused.
-            wanted: tells whether a snapshot of some standing is of any use.
             has_others: tells whether there are donors by now that are not among `donors`.
 
         Raises:
             PeerUnavailable: no peer offers what is wanted, or the last source failed before all of it had come.
             Overloaded: all donors serve others first, less than half has come, and there are other donors by now.
         """
-        return await self.fetch(await self.begin(donors, Wanted(max_bytes=max_bytes, is_useful=wanted)), has_others)
+        return await self.fetch(await self.begin(donors, wanted), has_others)
 
     async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
         """Fetch what `begin` has chosen; see `snapshot`."""

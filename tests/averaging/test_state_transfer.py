@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarm.averaging.state_transfer import Fetched, StateTransfer
+from swarm.averaging.state_transfer import Fetched, StateTransfer, Wanted
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.machine.waits import Waits
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("small_segments")
 
 async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM_BYTES) -> Fetched:
     donors = [record(number) for number in numbers]
-    return await transfer.snapshot(donors, max_bytes=max_bytes, wanted=lambda standing: standing.round > 0)
+    return await transfer.snapshot(donors, Wanted(max_bytes=max_bytes, is_useful=lambda standing: standing.round > 0))
 
 
 def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Callable[[str, pb.DownloadReply], None]:
@@ -75,9 +75,8 @@ async def test_one_that_waits_and_has_nothing_yet_looks_again_once_another_peer_
     others = list[int]()
 
     async def fetching() -> Fetched:
-        return await transfer.snapshot(
-            [record(1)], max_bytes=4 * NUM_BYTES, wanted=lambda standing: True, has_others=lambda: bool(others)
-        )
+        wanted = Wanted(max_bytes=4 * NUM_BYTES, is_useful=lambda standing: True)
+        return await transfer.snapshot([record(1)], wanted, lambda: bool(others))
 
     async with turns.turn("another"):
         waiting = asyncio.create_task(fetching())
