@@ -171,7 +171,7 @@ async def _end_round(config: RunConfig, holders: Sequence[Holder]) -> None:
         )
         weights = holder.backend.weights
         result = RoundResult(
-            round=weights.round.number, num_samples=average.num_samples, squared_norm=average.squared_norm,
+            round=weights.round.number, num_samples=shares.round_samples, squared_norm=average.squared_norm,
             tensors=holder.exchanges.unflatten(average.vector_D, own.contribution.tensors), lineage="", attempts=1,
             total_squared_norm=average.squared_norm, members=tuple(closed), digest=average.digest,
             closing=own.contribution.closing,

@@ -219,7 +219,6 @@ class _Butterfly:
             vector_D=self._result_D,
             digest=digest,
             squared_norm=sum(self._payloads[owner].squared_norm for owner in self._owners),
-            num_samples=shares.round_samples,
             bytes_sent=sent,
             bytes_received=received,
             compression_ratio=ratio,

@@ -92,7 +92,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     sent, ratio = terms.sent(gathers=True)
     return Average(
         vector_D=sum_D, digest=await asyncio.to_thread(terms.digest_of, payloads, with_norms=False),
-        squared_norm=norm, num_samples=shares.round_samples, bytes_sent=sent,
+        squared_norm=norm, bytes_sent=sent,
         bytes_received=size * sum(share.peer_id != own_id for share in shares.senders),
         compression_ratio=ratio, residual=residual, upload_bytes_per_second=0.0,
         deviations={share.peer_id: deviations for share in shares.members},

@@ -40,7 +40,7 @@ def no_deviations(parts: Mapping[str, torch.Tensor], stated: Mapping[str, Stated
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """The result of an exchange. The vector, the digest and the samples are the same at every member.
+    """The result of an exchange. The vector and the digest are the same at every member.
 
     Attributes:
         squared_norm: of the vector. In a gather its last bits may differ between kinds of processors.
@@ -55,7 +55,6 @@ class Average:
     vector_D: torch.Tensor
     digest: str
     squared_norm: float
-    num_samples: int
     bytes_sent: int
     bytes_received: int
     compression_ratio: float
