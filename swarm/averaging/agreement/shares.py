@@ -30,8 +30,6 @@ not measured."""
 BANDWIDTH_RANGE = 8.0
 """A line's bandwidth counts as at most this multiple of the median, and at least the median divided by it, because
 members may lie."""
-ROUNDING = 1e-6
-"""By how much the sum of all weights may be off."""
 COUNTED_ROUNDS = 2
 """With DiLoCo, the most samples of one member that count towards a round, in rounds. A peer goes on while a round ends,
 so it may have somewhat more than one."""
@@ -151,10 +149,6 @@ class Shares:
     def __post_init__(self) -> None:
         if len({share.peer_id for share in self.members}) < len(self.members):
             raise MalformedMessage("a member is named twice")
-        if not all(0.0 <= share.weight <= 1.0 for share in self.members):
-            raise MalformedMessage("a member's weight is not between 0 and 1")
-        if sum(share.weight for share in self.members) > 1.0 + ROUNDING:
-            raise MalformedMessage("the members' weights add up to more than 1")
 
     @property
     def num_elements(self) -> int:
