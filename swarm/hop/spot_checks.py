@@ -19,7 +19,7 @@ passes that on to one other peer, which compares it with what the peer says when
 import asyncio
 import logging
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Never
@@ -96,7 +96,8 @@ class _Standing:
     """What is known of one peer's answers.
 
     Attributes:
-        num_right: how many were found right; with DiLoCo since one was found wrong.
+        num_right: how many were found right, by whether others had to get the same. With DiLoCo the two kinds say
+            nothing of each other; of those that need not be the same, these are the ones since one was found wrong.
         num_wrong: how many were found wrong, less those that were found right since; not below 0.
         not_shown_to: the peers that were not shown one lately.
         num_since: how many came since one was not shown.
@@ -105,10 +106,9 @@ class _Standing:
         first_unsigned: the round of the first one of these. It does not count: a peer that was alone in the round
             before signs nothing yet.
         num_unanchored: with DiLoCo, how many came since the last one that was computed with an anchor.
-        num_anchored_right: how many of those were found right. They say nothing of the others.
     """
 
-    num_right: int = 0
+    num_right: Counter[bool] = field(default_factory=Counter)
     num_wrong: int = 0
     not_shown_to: set[PeerId] = field(default_factory=set)
     num_since: int = 0
@@ -116,7 +116,6 @@ class _Standing:
     num_unsigned: int = 0
     first_unsigned: int | None = None
     num_unanchored: int = 0
-    num_anchored_right: int = 0
 
 
 class SpotChecks:
@@ -154,6 +153,7 @@ class SpotChecks:
             self._signed.put_nowait((peer, statement))
         if microbatch.is_replay:
             return
+        self._standings[peer].num_unanchored += 1
         self._note_signed(peer, microbatch, is_signed=statement is not None)
         is_exact = not self._drifts or reply.anchor_round is not None
         least_others, is_drawn = 1 if is_exact else LEAST_OTHERS, self._draws(peer, microbatch, is_exact=is_exact)
@@ -173,18 +173,16 @@ class SpotChecks:
     def _draws(self, peer: PeerId, microbatch: Microbatch, *, is_exact: bool) -> bool:
         """Draw whether an answer is checked."""
         standing, share = self._standings[peer], self.share
-        num_right = standing.num_right
-        standing.num_unanchored += 1
         if self._drawn.full() or not (is_exact or microbatch.round >= FIRST_ROUND):
             return False
         if self._drifts:
             of_anchored = min(MOST_ANCHORED, share * standing.num_unanchored)
             if is_exact:
-                num_right, standing.num_unanchored = standing.num_anchored_right, 0
+                standing.num_unanchored = 0
                 share = max(share, of_anchored)
             elif of_anchored < MOST_ANCHORED:
                 share /= 2
-        return self._rng.random() < max(share, (1 + num_right) ** -3)
+        return self._rng.random() < max(share, (1 + standing.num_right[is_exact]) ** -3)
 
     def _note_signed(self, peer: PeerId, microbatch: Microbatch, *, is_signed: bool) -> None:
         """Leave a peer alone that leaves its answers unsigned, while others sign theirs: of these it could contribute
@@ -254,12 +252,10 @@ class SpotChecks:
             elif reply.verdict == _Reply.VERDICT_AGREES:
                 right.append(other)
                 if not wrong:
-                    if drawn.is_exact and self._drifts:
-                        standing.num_anchored_right += 1
-                    else:
-                        standing.num_right += 1
+                    standing.num_right[drawn.is_exact] += 1
+                    if drawn.is_exact != self._drifts:
                         standing.num_wrong = max(0, standing.num_wrong - 1)
-                    if (standing.num_right + standing.num_anchored_right) % FORGOTTEN_AFTER == 0:
+                    if standing.num_right.total() % FORGOTTEN_AFTER == 0:
                         standing.not_shown_to.clear()
                     return
             elif reply.verdict == _Reply.VERDICT_NOT_SHOWN and not wrong:
@@ -271,7 +267,8 @@ class SpotChecks:
                     self._distrust(drawn.peer, microbatch, reason)
                 return
         if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):
-            standing.num_right, standing.num_wrong = 0, standing.num_wrong + 1
+            standing.num_right[not self._drifts] = 0
+            standing.num_wrong += 1
             is_proven = not self._drifts or num_proofs >= LEAST_WRONG
             if not is_proven and standing.num_wrong < LEAST_ANSWERS:
                 return  # The next answer is checked, too.
