@@ -234,7 +234,7 @@ async def _download_weights(
     while True:
         try:
             wanted = Wanted(max_bytes=1 << 30, is_useful=lambda standing: standing.round == steps)
-            fetched = await transfer.snapshot([record], wanted)
+            fetched = await transfer.fetch(await transfer.begin([record], wanted))
         except PeerUnavailable:
             if time.monotonic() > deadline:
                 raise

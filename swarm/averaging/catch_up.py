@@ -218,7 +218,8 @@ class CatchUp:
 
     async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
         wanted = Wanted(max_bytes=await self._size_limit(), is_useful=lambda theirs: theirs.round >= least_round)
-        fetched = await self._transfer.snapshot(holders, wanted, self._survey.has_newcomers)
+        chosen = await self._transfer.begin(holders, wanted)
+        fetched = await self._transfer.fetch(chosen, self._survey.has_newcomers)
         self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._context.clock.monotonic())
         standing = messages.standing_of(fetched.snapshot)
         try:

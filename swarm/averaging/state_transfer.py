@@ -155,50 +155,15 @@ class StateTransfer:
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
-    async def snapshot(
-        self, donors: Sequence[PeerRecord], wanted: Wanted, has_others: Callable[[], bool] = lambda: False
-    ) -> Fetched:
-        """Fetch the farthest snapshot that most donors stand behind, from all donors that hold it with the same bits.
+    async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
+        """Ask donors to keep a snapshot, and choose the farthest that most of them stand behind, to be fetched.
 
-        A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
-        some peer still keeps it.
+        A half-fetched one is chosen again while some peer still keeps it. A second call makes the donors keep the
+        chosen snapshot for longer. Donors are asked a few at a time: first the sources of a half-fetched snapshot, and
+        last the donors that sent wrong bytes.
 
         Args:
             donors: the best first; the first few that answer are used.
-            has_others: tells whether there are donors by now that are not among `donors`.
-
-        Raises:
-            PeerUnavailable: no peer offers what is wanted, or the last source failed before all of it had come.
-            Overloaded: all donors serve others first, less than half has come, and there are other donors by now.
-        """
-        return await self.fetch(await self.begin(donors, wanted), has_others)
-
-    async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
-        """Fetch what `begin` has chosen; see `snapshot`."""
-        self._refusals.clear()
-        arriving = Arriving(f"the state of stage {self.address.stage}", partial.num_missing_bytes)
-        with self.waits.on(arriving.in_words):
-            async with asyncio.TaskGroup() as workers:
-                for donor in partial.sources:
-                    workers.create_task(self._work(donor, partial, arriving, has_others))
-        if partial.segments.num_missing:
-            if partial.is_young and has_others():
-                self.forget()
-                raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
-            segments = counted(partial.num_segments, "segment")
-            raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing{self._why}")
-        self._partial = None
-        return Fetched(
-            snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), past=voice_of(partial.header).past,
-            amendments=tuple(partial.header.amendments), sources=partial.fastest_first,
-            seconds=arriving.sending_seconds, bytes_per_second=arriving.bytes_per_second,
-        )  # fmt: skip
-
-    async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
-        """Ask donors to keep a snapshot, and choose among their offers; see `snapshot`.
-
-        A second call makes the donors keep the chosen snapshot for longer. Donors are asked a few at a time: first the
-        sources of a half-fetched snapshot, and last the donors that sent wrong bytes.
 
         Raises:
             PeerUnavailable: no peer offers what is wanted.
@@ -218,6 +183,36 @@ class StateTransfer:
                 if (partial := self._choose(offers, wanted)) is not None:
                     return partial
         raise PeerUnavailable(f"no peer offers a snapshot that would be of use{self._why}")
+
+    async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
+        """Fetch what `begin` has chosen, from all donors that hold it with the same bits. A failure, or cancellation,
+        loses no whole segment.
+
+        Args:
+            has_others: tells whether there are donors by now that were not asked.
+
+        Raises:
+            PeerUnavailable: the last source failed before all of it had come.
+            Overloaded: all donors serve others first, less than half has come, and there are other donors by now.
+        """
+        self._refusals.clear()
+        arriving = Arriving(f"the state of stage {self.address.stage}", partial.num_missing_bytes)
+        with self.waits.on(arriving.in_words):
+            async with asyncio.TaskGroup() as workers:
+                for donor in partial.sources:
+                    workers.create_task(self._work(donor, partial, arriving, has_others))
+        if partial.segments.num_missing:
+            if partial.is_young and has_others():
+                self.forget()
+                raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
+            segments = counted(partial.num_segments, "segment")
+            raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing{self._why}")
+        self._partial = None
+        return Fetched(
+            snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), past=voice_of(partial.header).past,
+            amendments=tuple(partial.header.amendments), sources=partial.fastest_first,
+            seconds=arriving.sending_seconds, bytes_per_second=arriving.bytes_per_second,
+        )  # fmt: skip
 
     @property
     def _why(self) -> str:

@@ -124,7 +124,7 @@ class LeasedWork:
         """Whether one more microbatch of that path and round may be under way. Those of later rounds may wait for it,
         and do not count."""
         num = sum(work.microbatch.round <= round_number for work in self._under_way(path))
-        return num < self._windows.size(path) and self._paths.is_live(path)
+        return num < self._windows[path].size and self._paths.is_live(path)
 
     def _under_way(self, path: int) -> list[Work]:
         return [work for work, _ in self._in_flight.values() if not work.answered and self._path_of(work) == path]
@@ -138,7 +138,7 @@ class LeasedWork:
     def answered(self, work: Work, *, num_busy: int) -> None:
         """Note that the answer has come and is about to be acknowledged."""
         path = self._path_of(work)
-        self._windows.finished(path, num_busy=num_busy, in_flight=len(self._under_way(path)))
+        self._windows[path].finished(num_busy=num_busy, in_flight=len(self._under_way(path)))
         work.answered = True
         self._changed.set()
         self.note_acknowledged(work.microbatch)

@@ -153,23 +153,16 @@ class Window:
             self._growth = min(self._size, self._growth * 2**share)
 
 
-class Windows:
+class Windows(dict[int, Window]):
     """A window for each path, so that a path which is busy or stands still takes no room from the others."""
 
     def __init__(self, paths: Sequence[int], *, num_stages: int, max_in_flight: int) -> None:
         largest = max(1, max_in_flight // len(paths))
-        self._windows = {path: Window(start=2 * num_stages, largest=largest) for path in paths}
-
-    def size(self, path: int) -> int:
-        return self._windows[path].size
-
-    def finished(self, path: int, *, num_busy: int, in_flight: int) -> None:
-        """Adapt a path's window; see Window.finished. `in_flight` are those of the path."""
-        self._windows[path].finished(num_busy=num_busy, in_flight=in_flight)
+        super().__init__((path, Window(start=2 * num_stages, largest=largest)) for path in paths)
 
     def wish(self, paths: Iterable[int], held: Counter[int], *, ahead: float = 0.0) -> list[int]:
         """Those of the paths of which more microbatches are wanted than are held, each as often as more are, in turns:
         what fills the window, and a share `ahead` of it besides."""
-        room = {path: self.size(path) + math.ceil(ahead * self.size(path)) - held[path] for path in paths}
+        room = {path: self[path].size + math.ceil(ahead * self[path].size) - held[path] for path in paths}
         most = max(room.values(), default=0)
         return [path for number in range(most) for path in room if number < room[path]]

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("small_segments")
 
 async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM_BYTES) -> Fetched:
     donors = [record(number) for number in numbers]
-    return await transfer.snapshot(donors, Wanted(max_bytes=max_bytes, is_useful=lambda standing: standing.round > 0))
+    wanted = Wanted(max_bytes=max_bytes, is_useful=lambda standing: standing.round > 0)
+    return await transfer.fetch(await transfer.begin(donors, wanted))
 
 
 def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Callable[[str, pb.DownloadReply], None]:
@@ -76,7 +77,7 @@ async def test_one_that_waits_and_has_nothing_yet_looks_again_once_another_peer_
 
     async def fetching() -> Fetched:
         wanted = Wanted(max_bytes=4 * NUM_BYTES, is_useful=lambda standing: True)
-        return await transfer.snapshot([record(1)], wanted, lambda: bool(others))
+        return await transfer.fetch(await transfer.begin([record(1)], wanted), lambda: bool(others))
 
     async with turns.turn("another"):
         waiting = asyncio.create_task(fetching())

@@ -101,9 +101,9 @@ def test_a_full_window_nearly_doubles_in_a_round_trip_until_somebody_is_busy() -
 def test_each_path_is_wanted_as_often_as_its_window_has_room() -> None:
     windows = Windows([0, 1, 2], num_stages=2, max_in_flight=30)
     for _ in range(16):
-        windows.finished(0, num_busy=0, in_flight=windows.size(0))
-        windows.finished(1, num_busy=1, in_flight=1)
-    assert [windows.size(path) for path in range(3)] == [10, 1, 4], "of 30 in flight each path may have 10"
+        windows[0].finished(num_busy=0, in_flight=windows[0].size)
+        windows[1].finished(num_busy=1, in_flight=1)
+    assert [windows[path].size for path in range(3)] == [10, 1, 4], "of 30 in flight each path may have 10"
     held = Counter({0: 7, 1: 5})
     assert windows.wish([0, 1, 2], held) == [0, 2, 0, 2, 0, 2, 2]
     assert windows.wish([1, 2], held, ahead=0.5) == [2] * 6
