@@ -302,7 +302,7 @@ class StateTransfer:
 
     async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int, arriving: Arriving) -> None:
         time = asyncio.get_running_loop().time
-        start, stop = partial.span(index)
+        start, stop = partial.edges(index)
         at, timed_from, began_at = start, start, time()
         wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
         async for reply in self._replies(donor, pb.DownloadRequest(segment=wanted)):

@@ -135,7 +135,7 @@ class PartialSnapshot:
     def arrived(self, donor: PeerRecord) -> None:
         self._num_sent[donor.peer_id] += 1
 
-    def span(self, index: int) -> tuple[int, int]:
+    def edges(self, index: int) -> tuple[int, int]:
         """The first byte of a segment, and the byte after its last, within the whole snapshot."""
         start = index * self.header.segment_bytes
         return start, min(self.content.num_bytes, start + self.header.segment_bytes)
