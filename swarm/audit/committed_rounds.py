@@ -6,7 +6,6 @@ As soon as the contributions of all members of a round are there, their microbat
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from swarm.audit.holdings import Closing
 from swarm.audit.id_set import IdSet
@@ -64,6 +63,7 @@ class Contribution:
         parent: the lineage that the attempt's result would follow.
         most_samples: how many of its samples can count towards a round.
         monotonic: when the member promised the attempt, or had the result.
+        members: those of the result that it prepared; none of a promise.
     """
 
     block: Block
@@ -76,11 +76,11 @@ class Contribution:
     file: str
     boot: str
     monotonic: float
+    members: tuple[str, ...] = ()
 
-
-class _Prepared(NamedTuple):
-    contribution: Contribution
-    members: tuple[str, ...]
+    @property
+    def counted_samples(self) -> int:
+        return min(self.closing.round_samples, self.most_samples)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -120,7 +120,7 @@ class CommittedRounds:
         self._offers: dict[tuple[Block, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
         """Contributions that members promised to attempts, whether these succeeded or not. By block and parent, then by
         attempt and member."""
-        self._waiting: dict[tuple[Block, str, str], dict[str, _Prepared]] = defaultdict(dict)
+        self._waiting: dict[tuple[Block, str, str], dict[str, Contribution]] = defaultdict(dict)
         """Contributions to results that no file has been seen to commit yet, by block, parent and result."""
         self._unmerged: dict[tuple[Block, str, str], CommittedRound] = {}
         self._first_microbatches: dict[tuple[Block, str], int] = {}
@@ -153,10 +153,10 @@ class CommittedRounds:
         """Note what a member promised to contribute to an attempt, in place of an earlier promise to the same one."""
         self._offers[offer.block, offer.parent][offer.ballot, offer.peer] = offer
 
-    def prepared(self, contribution: Contribution, digest: str, members: tuple[str, ...]) -> None:
-        """Note that a member prepared a result, made of its own contribution and those of `members`."""
+    def prepared(self, contribution: Contribution, digest: str) -> None:
+        """Note that a member prepared a result, made of its own contribution and those of the other members."""
         key = contribution.block, contribution.parent, digest
-        self._waiting[key][contribution.peer] = _Prepared(contribution, members)
+        self._waiting[key][contribution.peer] = contribution
         self._merge(key)
 
     def committed(self, block: Block, event: Commit, *, file: str, at: tuple[str, float] | None) -> None:
@@ -222,16 +222,16 @@ class CommittedRounds:
                 continue
             one = next(iter(given.values()))
             for peer in set(round_.event.members) - given.keys():
-                if offer := self._offers[block, parent].get((one.contribution.ballot, peer)):
-                    self.prepared(offer, digest, one.members)
+                if offer := self._offers[block, parent].get((one.ballot, peer)):
+                    self.prepared(replace(offer, members=one.members), digest)
 
     def _merge(self, key: tuple[Block, str, str]) -> None:
         round_, given = self._unmerged.get(key), self._waiting.get(key, {})
         if round_ is None or not given.keys() >= set(round_.event.members):
             return
         del self._unmerged[key], self._waiting[key]
-        self._check_members(round_, [given[peer] for peer in round_.event.members])
-        members = [given[peer].contribution for peer in round_.event.members]
+        members = [given[peer] for peer in round_.event.members]
+        self._check_members(round_, members)
         # Offers to other attempts stay: they may be of another branch, which is committed as well.
         merged, offers = {member.ballot for member in members}, self._offers[key[:2]]
         for place in [place for place in offers if place[0] in merged]:
@@ -249,22 +249,22 @@ class CommittedRounds:
         round_.ballot = min(member.ballot for member in members)
         round_.prepared_at = _latest(members)
 
-    def _check_members(self, round_: CommittedRound, members: Collection[_Prepared]) -> None:
+    def _check_members(self, round_: CommittedRound, members: Collection[Contribution]) -> None:
         event = round_.event
-        samples = sum(min(given.closing.round_samples, given.most_samples) for given, _ in members)
+        samples = sum(given.counted_samples for given in members)
         if samples != event.samples:
             what = f"is said to be of {event.samples} samples, and its members gave {samples}"
             round_.violation(self._findings, what)
-        for (given, _), stated in zip(members, event.given, strict=False):
-            if stated[0] != (gave := min(given.closing.round_samples, given.most_samples)):
-                what = f"its tally has {stated[0]} samples of {given.peer[:8]}, which gave {gave}"
+        for given, stated in zip(members, event.given, strict=False):
+            if stated[0] != given.counted_samples:
+                what = f"its tally has {stated[0]} samples of {given.peer[:8]}, which gave {given.counted_samples}"
                 round_.violation(self._findings, what, files=[given.file])
-        for given, group in members:
-            if group != event.members or given.round != event.round:
+        for given in members:
+            if given.members != event.members or given.round != event.round:
                 what = "a member prepared it for another round or group"
                 round_.violation(self._findings, what, files=[given.file])
-        if len({given.closing.fragment for given, _ in members}) > 1:
-            files = [given.file for given, _ in members]
+        if len({given.closing.fragment for given in members}) > 1:
+            files = [given.file for given in members]
             round_.violation(self._findings, "its members gave different fragments", files=files)
 
     # -- readings, once all is read ------------------------------------------------------------------------------------
@@ -283,8 +283,7 @@ class CommittedRounds:
         for given in self._waiting.values():
             first = next(iter(given.values()))
             if given.keys() >= set(first.members):
-                held = [prepared.contribution for prepared in given.values()]
-                yield first.contribution.block, first.contribution.round, _latest(held)
+                yield first.block, first.round, _latest(given.values())
 
     def indices(self, round_: CommittedRound, usual_size: int) -> range:
         """Synchronous: the microbatches that a round has to consist of, those of other paths among them."""

@@ -281,13 +281,14 @@ class _Life:
             self._violation("prepared the result of an attempt that it had not begun")
             return
         self._prepared = event.digest, closing
-        self._rounds.prepared(self._contribution(event, closing, line), event.digest, event.members)
+        self._rounds.prepared(self._contribution(event, closing, line), event.digest)
 
     def _contribution(self, event: Begin | Prepare, closing: Closing, line: Line) -> Contribution:
         return Contribution(
             block=self._block, round=event.round, parent=event.lineage, peer=self._start.peer,
             ballot=(event.attempt, event.leader), closing=closing, most_samples=self._most_samples, file=self._name,
             boot=self._start.boot, monotonic=line.monotonic,
+            members=event.members if isinstance(event, Prepare) else (),
         )  # fmt: skip
 
     def _commit(self, event: Commit, line: Line) -> None:
