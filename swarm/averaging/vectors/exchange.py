@@ -148,7 +148,7 @@ class Exchanges:
 
     def open(self, closed: Closed, shares: Shares) -> Side:
         """Make this member's side of an exchange, which answers the other members."""
-        gathers = self._gathers(shares)
+        gathers = _gathers(shares, self._config)
         compare: Compare = no_deviations
         if self._is_own(closed):
             compare = self._scrutiny.comparing(closed.contribution, shares, gathers=gathers)
@@ -165,7 +165,7 @@ class Exchanges:
     ) -> None:
         """Raise MemberFailed if owners find a member's contribution out of line again and again."""
         if self._is_own(closed):
-            gathers = self._gathers(shares)
+            gathers = _gathers(shares, self._config)
             self._scrutiny.require_in_line(round_number, shares, average, events, gathers=gathers)
 
     def stated(self, closed: Closed, shares: Shares) -> Mapping[str, Stated]:
@@ -246,10 +246,7 @@ class Exchanges:
 
     def _own_part(self, shares: Shares) -> slice:
         """The part that this member sums for all; empty in a gather."""
-        return slice(0, 0) if self._gathers(shares) else shares.part_of[self._own_id]
-
-    def _gathers(self, shares: Shares) -> bool:
-        return _gathers(shares, self._config)
+        return slice(0, 0) if _gathers(shares, self._config) else shares.part_of[self._own_id]
 
 
 def _gathers(shares: Shares, config: AveragingConfig) -> bool:

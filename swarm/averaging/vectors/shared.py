@@ -12,7 +12,8 @@ Shapes: S elements of the tied parameters, in the order of their names.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from blake3 import blake3
@@ -43,7 +44,7 @@ class TiedParameters:
         self._num_fragments = config.averaging.num_fragments
         held = [shared for shared in shared_parameters(config) if self._block.stage in shared.stages]
         self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
-        self._num_elements = sum(map(_numel, self._shapes.values()))
+        self._num_elements = sum(map(math.prod, self._shapes.values()))
         self._holders = sorted({Block(stage) for shared in held for stage in shared.stages})
         self._counting = {Block(min(shared.stages)) for shared in shared_parameters(config)}
         self._averages: dict[tuple[int, Block, str], Buffer] = {}
@@ -100,7 +101,7 @@ class TiedParameters:
         sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
         for _, holder in sorted(by_block.items()):
             await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder, _codec(config)))
-        pieces = torch.split(sum_S, [_numel(shape) for shape in self._shapes.values()])
+        pieces = torch.split(sum_S, [*map(math.prod, self._shapes.values())])
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
     async def squared_norm_of_sum(
@@ -171,10 +172,6 @@ def _codec(config: AveragingConfig) -> Codec:
 
 def _digest_of(encoded: Buffer) -> str:
     return blake3(encoded).hexdigest()
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _block_of(holder: pb.Partner) -> Block:
