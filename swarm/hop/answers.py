@@ -46,11 +46,13 @@ class Obstacle:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, peers: Collection[LeftAlone], now: float) -> Self:
-        """The obstacle at a stage all of whose peers are left alone, or that has no peer."""
+    def of(cls, peers: Collection[LeftAlone], now: float, *, num_peers: int = 0) -> Self:
+        """The obstacle at a stage all of whose peers are left alone, or that has no peer. If it has `num_peers`, which
+        are more, nothing is known to be wrong with the others: they count as busy."""
+        num_others = max(0, num_peers - len(peers))
         return cls(
-            num_peers=len(peers),
-            num_busy=sum(each.is_busy for each in peers),
+            num_peers=len(peers) + num_others,
+            num_busy=sum(each.is_busy for each in peers) + num_others,
             num_silent=sum(each.is_silent for each in peers),
             causes=_causes(peers),
             seconds=max(0.0, min((each.until for each in peers), default=now) - now),

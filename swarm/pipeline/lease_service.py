@@ -192,15 +192,11 @@ class LeaseClient:
         return None
 
     def obstacle(self, block: Block) -> Obstacle:
-        failed = Obstacle.of(self._failed.get(block, ()), self.clock.monotonic())
         num_serving = sum(record.state is PeerState.SERVING for record in self.peers(block))
         if not num_serving:
             return Obstacle(num_peers=0)
-        return dataclasses.replace(
-            failed, num_peers=max(num_serving, failed.num_peers), seconds=FAILED_SECONDS,
-            num_busy=failed.num_busy + max(0, num_serving - failed.num_peers),
-            causes=failed.causes or "no leader yet",
-        )  # fmt: skip
+        failed = Obstacle.of(self._failed.get(block, ()), self.clock.monotonic(), num_peers=num_serving)
+        return dataclasses.replace(failed, seconds=FAILED_SECONDS, causes=failed.causes or "no leader yet")
 
     def _doubted(self, block: Block) -> PeerId | None:
         """The leader of a block, which is forgotten, if it has granted nothing for DOUBT_SECONDS."""

@@ -5,7 +5,6 @@ committed a round when most of those that answer say so. A round that all follow
 """
 
 import asyncio
-import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -176,10 +175,7 @@ class RoundWatcher:
             self._obstacles.pop(block, None)
             return replies
         failed = [left_alone(one.record, one.fault, 0.0) for one in heard if one.fault is not None]
-        # Peers that were not asked count as busy: nothing is known to be wrong with them.
-        self._obstacles[block] = dataclasses.replace(
-            Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=len(serving) - len(failed)
-        )
+        self._obstacles[block] = Obstacle.of(failed, 0.0, num_peers=len(serving))
         return {}
 
 
