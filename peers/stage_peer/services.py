@@ -14,7 +14,7 @@ from swarm.averaging.servicer import AveragingServicer
 from swarm.content.service import ContentServicer
 from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
-from swarm.pipeline.lease_service import GroupLead, LeaseServicer
+from swarm.pipeline.lease_service import LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc.dispatch import BlockHandlers
 from swarm.rpc.probe import ProbeServicer
@@ -71,15 +71,14 @@ def add_services_of(
     add_HealthServicer_to_server(process.health, server)
 
 
-def group_lead(averager: Averager) -> GroupLead:
-    """The leader of the stage's group. If this peer leads, the answer also has the round as leases see it."""
+def group_lead(averager: Averager) -> RoundView | PeerId:
+    """The round as leases see it, if this peer leads the stage's group; otherwise the leader."""
     view = averager.view()
     if not view.is_leader:
-        return GroupLead(leader_id=PeerId(view.leader_id), view=None)
-    round_view = RoundView(
+        return view.leader_id
+    return RoundView(
         round=view.round, microbatches=view.microbatches, committed=view.shown, counted=view.counted, lost=view.lost,
         highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
         awaits_reports=averager.awaits_reports(), misses_member=averager.misses_member(),
         complete=view.complete,
     )  # fmt: skip
-    return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)

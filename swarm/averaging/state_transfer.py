@@ -6,6 +6,7 @@ checked before another part sees it. It decides nothing, and installs nothing.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,11 +36,8 @@ OFFER_BYTES_PER_SECOND = 2e8
 """This peer does not wait for a donor that copies and digests its state more slowly than this."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Offer:
-    donor: PeerRecord
-    header: pb.SnapshotHeader
-    snapshot_id: bytes
+_Offer = tuple[PeerRecord, pb.SnapshotHeader]
+"""A snapshot that a donor offers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,7 +222,7 @@ class StateTransfer:
 
         async def ask(donor: PeerRecord) -> None:
             try:
-                offers.append(await self._ask(donor, wanted))
+                offers.append((donor, await self._ask(donor, wanted)))
             except SwarmError as error:
                 logger.debug("no snapshot from %s: %s", donor.display_name, error)
                 self._refusals[donor.display_name] = str(error)
@@ -241,7 +239,7 @@ class StateTransfer:
                 task.cancel()
         return offers
 
-    async def _ask(self, donor: PeerRecord, wanted: Wanted) -> _Offer:
+    async def _ask(self, donor: PeerRecord, wanted: Wanted) -> pb.SnapshotHeader:
         begun = self._partial.snapshot_id if self._partial else b""
         offer = pb.OfferRequest(begun=begun, round=wanted.round_number, tally=True)
         copy_seconds = wanted.max_bytes / OFFER_BYTES_PER_SECOND
@@ -251,18 +249,18 @@ class StateTransfer:
             require_bounds(reply.header, finite=True)
             if not wanted.is_useful(voice_of(reply.header).standing):
                 raise NotReady("it is of no use here")
-            return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
+            return reply.header
         raise PeerUnavailable("it ended before the header came")
 
     def _choose(self, offers: list[_Offer], wanted: Wanted) -> PartialSnapshot | None:
         """Choose the half-fetched snapshot if it is offered. Else choose the best by `most_held` with a valid header;
         None if there is none."""
         begun = self._partial.snapshot_id if self._partial else b""
-        donors: dict[bytes, list[PeerRecord]] = {}
-        headers = {offer.snapshot_id: offer.header for offer in offers}
-        for offer in offers:
-            donors.setdefault(offer.snapshot_id, []).append(offer.donor)
-
+        donors, headers = defaultdict[bytes, list[PeerRecord]](list), dict[bytes, pb.SnapshotHeader]()
+        for donor, header in offers:
+            name = snapshot_id(header)
+            donors[name].append(donor)
+            headers[name] = header
         best_first = most_held(
             {name: voice_of(header) for name, header in headers.items()},
             {name: len(holders) for name, holders in donors.items()},

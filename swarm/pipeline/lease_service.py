@@ -51,14 +51,6 @@ GAP_SECONDS = 0.03
 """Least time between two tries, so that several changes in quick succession lead to one try."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupLead:
-    """The leader of a stage peer's group and, if this peer leads, its view of the round."""
-
-    leader_id: PeerId
-    view: RoundView | None
-
-
 @answers_errors
 @dataclass(eq=False)
 class LeaseServicer(LeaseServiceServicer):
@@ -66,7 +58,8 @@ class LeaseServicer(LeaseServiceServicer):
     block: Block
     clock: Clock
     rng: random.Random
-    lead: Callable[[], GroupLead]
+    lead: Callable[[], RoundView | PeerId]
+    """Gives this peer's view of the round if it leads its group, and otherwise the leader."""
     changed: Callable[[float], Awaitable[None]]
     """Waits until the result of `lead` may have changed, but no longer than the given seconds."""
     events: Events = field(default_factory=Events)
@@ -85,18 +78,18 @@ class LeaseServicer(LeaseServiceServicer):
         deadline = self.clock.monotonic() + wait_seconds
         while True:
             looked_at = self.clock.monotonic()
-            lead = self.lead()
-            if lead.view is None:
+            view = self.lead()
+            if not isinstance(view, RoundView):
                 # Another peer leads and grants from its own table. If this peer leads again, its own table is out of
                 # date.
                 self._table = None
-                return pb.AcquireReply(leader_peer_id=lead.leader_id)
-            grant = self._grant(lead.view, request, trainer)
+                return pb.AcquireReply(leader_peer_id=view)
+            grant = self._grant(view, request, trainer)
             if grant.microbatches or request.count == 0 or self.clock.monotonic() >= deadline:
                 return pb.AcquireReply(
-                    microbatches=grant.microbatches, round=lead.view.round, round_complete=lead.view.complete,
+                    microbatches=grant.microbatches, round=view.round, round_complete=view.complete,
                     accumulate_only_at=grant.accumulate_only_at, round_granted=grant.all_granted,
-                    counted=[microbatch for microbatch in request.holding if microbatch in lead.view.committed],
+                    counted=[microbatch for microbatch in request.holding if microbatch in view.committed],
                 )  # fmt: skip
             await self.changed(LOOK_SECONDS)
             await self.clock.sleep(max(0.0, looked_at + GAP_SECONDS - self.clock.monotonic()))

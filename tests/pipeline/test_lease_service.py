@@ -16,7 +16,6 @@ from swarm.pipeline.lease_service import (
     GAP_SECONDS,
     MAX_COUNT,
     MAX_WAITING,
-    GroupLead,
     LeaseClient,
     LeaseServicer,
 )
@@ -26,7 +25,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOLS, Block, PeerId, PeerRecord, PeerState
+from swarm.types import PROTOCOLS, Block, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 
@@ -68,7 +67,7 @@ class Leader:
         self.changed = asyncio.Event()
         self.servicer = LeaseServicer(
             config=SYNCHRONOUS, block=Block(stage), clock=self.clock, rng=random.Random(0),
-            lead=lambda: GroupLead(leader_id=PeerId("me"), view=self.view), changed=self._wait,
+            lead=lambda: self.view, changed=self._wait,
         )  # fmt: skip
 
     async def gather(self) -> None:
@@ -310,7 +309,7 @@ async def test_paths_that_do_not_lead_through_the_block_are_refused(
     clock = ManualClock()
     servicer = LeaseServicer(
         config=config, block=Block(0, variant), clock=clock, rng=random.Random(0),
-        lead=lambda: GroupLead(leader_id=PeerId("me"), view=view), changed=clock.sleep,
+        lead=lambda: view, changed=clock.sleep,
     )  # fmt: skip
     address = Address(run_id=config.run_id, protocol_version=PROTOCOLS.newest, variant=variant)
     request = pb.AcquireRequest(address=address, trainer_id="trainer", count=len(paths) or 2, paths=paths)
