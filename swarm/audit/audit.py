@@ -72,38 +72,38 @@ class Report:
         return figures | asdict(self.findings) | {"proven": self.proven}
 
 
-def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[Block]) -> Report:
+def judge(start: Start, rounds: CommittedRounds, *, files: int, seen: Set[Block]) -> Report:
     """Give the report, after the checks that need all files. Some file has events of each block in `seen`."""
     rounds.settle()
-    _check_all_seen(start, seen, findings)
+    _check_all_seen(start, seen, rounds.findings)
     for round_, silent in rounds.unmerged():
-        round_.violation(findings, f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed")
+        round_.violation(f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed")
     for round_ in rounds.rounds.values():
         if round_.microbatches is None:
             continue
         unknown = round_.microbatches.without(rounds.acknowledged_by_trainers)
         if unknown and TRAINER_BLOCK in seen:
-            round_.violation(findings, "counts, but no trainer acknowledged it", list(unknown))
+            round_.violation("counts, but no trainer acknowledged it", list(unknown))
         if start.setting == "synchronous":
             wanted = rounds.indices(round_, start.round_microbatches)
-            _check_complete(round_, round_.microbatches, wanted, start, findings)
+            _check_complete(round_, round_.microbatches, wanted, start)
     if start.setting == "synchronous":
-        _check_together(start, rounds, findings)
-    branches = {block: _main_branch(block, start, rounds, findings) for block in start.blocks}
+        _check_together(start, rounds)
+    branches = {block: _main_branch(block, start, rounds) for block in start.blocks}
     acknowledged = _acknowledged(rounds, start)
     if start.setting == "synchronous":
-        _check_amended(branches.values(), findings)
+        _check_amended(branches.values())
     reports = [_stage_report(block, branch, start, rounds, acknowledged[block]) for block, branch in branches.items()]
     num_acknowledged = sum(map(len, acknowledged.values()))
     committed: dict[Block, set[int]] = {block: set() for block in branches}
     for (block, _), round_ in rounds.rounds.items():
         committed[block].add(round_.number)
     return Report(
-        run=start.run, setting=start.setting, files=files, findings=findings,
+        run=start.run, setting=start.setting, files=files, findings=rounds.findings,
         rounds_committed=len(set.intersection(*committed.values())), rounds_aborted=rounds.num_aborted(),
         replayed=sum(r.num_replayed for branch in branches.values() for r in branch),
         lost_share=sum(report.lost for report in reports) / max(1, num_acknowledged),
-        stages=tuple(reports), tallies={block: _tally(branch, findings) for block, branch in branches.items()},
+        stages=tuple(reports), tallies={block: _tally(branch) for block, branch in branches.items()},
     )  # fmt: skip
 
 
@@ -127,28 +127,26 @@ def _check_all_seen(start: Start, seen: Set[Block], findings: Findings) -> None:
 # -- each round --------------------------------------------------------------------------------------------------------
 
 
-def _check_complete(
-    round_: CommittedRound, microbatches: IdSet, indices: range, start: Start, findings: Findings
-) -> None:
+def _check_complete(round_: CommittedRound, microbatches: IdSet, indices: range, start: Start) -> None:
     wanted = IdSet(index for index in indices if start.passes(index, round_.block))
     if missing := wanted.without(microbatches):
-        findings.missing += len(missing)
-        round_.violation(findings, "missing in a committed round", list(missing))
+        round_.findings.missing += len(missing)
+        round_.violation("missing in a committed round", list(missing))
     if others := microbatches.without(wanted):
-        round_.violation(findings, "counts in a round that is not its own", list(others))
+        round_.violation("counts in a round that is not its own", list(others))
 
 
-def _check_amended(branches: Iterable[Sequence[CommittedRound]], findings: Findings) -> None:
+def _check_amended(branches: Iterable[Sequence[CommittedRound]]) -> None:
     first: dict[int, CommittedRound] = {}
     for round_ in chain.from_iterable(branches):
         other = first.setdefault(round_.number, round_)
         same = "amended", "next_microbatch"
         if any(getattr(other.event, name) != getattr(round_.event, name) for name in same):
             files = round_.files | other.files
-            round_.violation(findings, f"was amended otherwise than at stage {other.block}", files=files)
+            round_.violation(f"was amended otherwise than at stage {other.block}", files=files)
 
 
-def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -> None:
+def _check_together(start: Start, rounds: CommittedRounds) -> None:
     decided: dict[tuple[Block, int], list[Mapping[str, float]]] = defaultdict(list)
     for block, number, at in rounds.decided():
         decided[block, number].append(at)
@@ -159,13 +157,13 @@ def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -
             if not any(
                 all(at.get(boot, seconds) <= seconds for boot, seconds in round_.committed_at.items()) for at in results
             ):
-                round_.violation(findings, f"committed before stage {other} held its result")
+                round_.violation(f"committed before stage {other} held its result")
 
 
 # -- branches ----------------------------------------------------------------------------------------------------------
 
 
-def _main_branch(block: Block, start: Start, rounds: CommittedRounds, findings: Findings) -> list[CommittedRound]:
+def _main_branch(block: Block, start: Start, rounds: CommittedRounds) -> list[CommittedRound]:
     """Find the branch of a block that has come farthest, and note what counts twice on any branch."""
     children: dict[str, list[CommittedRound]] = defaultdict(list)
     for (at, _), round_ in rounds.rounds.items():
@@ -178,8 +176,8 @@ def _main_branch(block: Block, start: Start, rounds: CommittedRounds, findings: 
     for root in [parent for parent in children if parent not in reached]:
         if (block, root) not in rounds.beginnings:
             for round_ in children[root]:
-                round_.violation(findings, "follows from a state of which no file tells how it came about")
-        for samples, branch in _branches(root, children, start, findings):
+                round_.violation("follows from a state of which no file tells how it came about")
+        for samples, branch in _branches(root, children, start):
             # The number of rounds decides before that of samples: a stage that lost all its peers begins again at the
             # present round, with fewer samples.
             if (reached_round := (branch[-1].number + 1, samples)) > most:
@@ -188,7 +186,7 @@ def _main_branch(block: Block, start: Start, rounds: CommittedRounds, findings: 
 
 
 def _branches(
-    root: str, children: Mapping[str, list[CommittedRound]], start: Start, findings: Findings
+    root: str, children: Mapping[str, list[CommittedRound]], start: Start
 ) -> Iterator[tuple[int, list[CommittedRound]]]:
     """Yield every path from the lineage `root` to an end, with the number of samples on it."""
     open_: list[tuple[str, int, list[CommittedRound], list[IdSet]]] = [
@@ -199,22 +197,22 @@ def _branches(
         while len(following := children.get(lineage, [])) == 1:
             lineage, samples = following[0].event.lineage, samples + following[0].event.samples
             branch.append(following[0])
-            _count(following[0], counted, findings)
+            _count(following[0], counted)
         if not following:
             yield samples, branch
         for round_ in following:
             copies = [ids.copy() for ids in counted]
-            _count(round_, copies, findings)
+            _count(round_, copies)
             open_.append((round_.event.lineage, samples + round_.event.samples, [*branch, round_], copies))
 
 
-def _count(round_: CommittedRound, counted: list[IdSet], findings: Findings) -> None:
+def _count(round_: CommittedRound, counted: list[IdSet]) -> None:
     if round_.microbatches is None:
         return
     before = counted[round_.number % len(counted)]
     if again := before.common(round_.microbatches):
-        findings.duplicates += len(again)
-        round_.violation(findings, "counts in an earlier round of the branch as well", list(again))
+        round_.findings.duplicates += len(again)
+        round_.violation("counts in an earlier round of the branch as well", list(again))
     before.update(round_.microbatches)
 
 
@@ -242,7 +240,7 @@ def _stage_report(
     )
 
 
-def _tally(branch: Sequence[CommittedRound], findings: Findings) -> Tally:
+def _tally(branch: Sequence[CommittedRound]) -> Tally:
     """Add up what members gave to the rounds of a branch, and compare it with what peers had as the tally after each,
     if all that is in it is in the files."""
     tallies: dict[int, Tally] = {}
@@ -253,7 +251,7 @@ def _tally(branch: Sequence[CommittedRound], findings: Findings) -> Tally:
             given = {peer: Given(*row, 1) for peer, row in zip(event.members, event.given, strict=False)}
             tally = tally.after(round_.number, parent=event.parent, result=event.digest, given=given)
             if any(since == start == tally.since and digest != tally.digest for since, digest in round_.tallies):
-                round_.violation(findings, "its tally is not what the rounds add up to")
+                round_.violation("its tally is not what the rounds add up to")
         tallies[start] = tally
     return tallies[0]
 
@@ -269,13 +267,12 @@ def audit(paths: Sequence[Path]) -> Report:
     """Read the event logs of all processes of a run, including trainers and dead peers, and give the audit's report.
     Raises ValueError if a file is no event log, is damaged, or is of another run, or there is nothing to judge, and
     OSError if a file cannot be read."""
-    findings = Findings()
-    rounds = CommittedRounds(findings)
+    rounds = CommittedRounds()
     first: tuple[Path, Start] | None = None
     num_named = Counter(path.name for path in paths)
     # In the findings a file goes by its name, or by its path if another has the same name.
     called = {path: path.name if num_named[path.name] == 1 else str(path) for path in paths}
-    readings = [_Reading(path, history.read(path), History(called[path], findings, rounds)) for path in paths]
+    readings = [_Reading(path, history.read(path), History(called[path], rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
     seen: set[Block] = set()
     """Blocks that some process served, and TRAINER_BLOCK for trainers."""
@@ -299,7 +296,7 @@ def audit(paths: Sequence[Path]) -> Report:
             reading.history.finish()
     if first is None:
         raise ValueError("the files hold no events: name the files that --events wrote")
-    return judge(first[1], rounds, findings, files=len(paths), seen=seen)
+    return judge(first[1], rounds, files=len(paths), seen=seen)
 
 
 def _check_same_run(path: Path, start: Start, first_path: Path, first: Start) -> None:

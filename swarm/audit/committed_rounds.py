@@ -89,6 +89,7 @@ class CommittedRound:
 
     block: Block
     event: Commit
+    findings: Findings
     files: set[str] = field(default_factory=set)
     microbatches: IdSet | None = None
     num_replayed: int = 0
@@ -104,17 +105,15 @@ class CommittedRound:
     def number(self) -> int:
         return self.event.round
 
-    def violation(
-        self, findings: Findings, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
-    ) -> None:
+    def violation(self, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()) -> None:
         """Note something that refutes the round. Its line names `files`, or else all files that mention the round."""
         files = files or self.files
-        findings.violation(what, microbatches=microbatches, block=self.block, round=self.number, files=files)
+        self.findings.violation(what, microbatches=microbatches, block=self.block, round=self.number, files=files)
 
 
 class CommittedRounds:
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self) -> None:
+        self.findings = Findings()
         self.rounds: dict[tuple[Block, str], CommittedRound] = {}
         """The committed rounds by block and by the lineage to which each led."""
         self._offers: dict[tuple[Block, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
@@ -163,7 +162,7 @@ class CommittedRounds:
         """Note that a peer applied a result `at` a boot's monotonic time; None if it does not matter when."""
         known = self.rounds.get((block, event.lineage))
         if known is None:
-            known = self.rounds[block, event.lineage] = CommittedRound(block=block, event=event)
+            known = self.rounds[block, event.lineage] = CommittedRound(block=block, event=event, findings=self.findings)
             key = block, event.parent, event.digest
             self._unmerged[key] = known
             self._merge(key)
@@ -174,7 +173,7 @@ class CommittedRounds:
         if any(getattr(known.event, name) != getattr(event, name) for name in same):
             files = [file, *known.files]
             what = "two peers give one lineage different contents"
-            self._findings.violation(what, block=block, round=event.round, files=files)
+            self.findings.violation(what, block=block, round=event.round, files=files)
         known.files.add(file)
         self.began(block, event.lineage, event.next_microbatch)
         if event.tally:
@@ -200,12 +199,12 @@ class CommittedRounds:
         first, first_file = self._states.setdefault((block, lineage), (digest, file))
         if (first, first_file) == (digest, file):
             return  # The same process gave this digest, or an earlier process in the same file.
-        self._findings.digests_compared += 1
+        self.findings.digests_compared += 1
         if first != digest:
-            self._findings.digests_differing += 1
+            self.findings.digests_differing += 1
             digests = f"{digest[:12]} at one peer and {first[:12]} at another"
             what = f"the state of lineage {lineage[:12]} has the digest {digests}"
-            self._findings.violation(what, block=block, round=round_number, files=[file, first_file])
+            self.findings.violation(what, block=block, round=round_number, files=[file, first_file])
 
     def held(self, block: Block, fragment: int, round_number: int, microbatches: Collection[int]) -> None:
         """Note that a process ended at this round with microbatches that no round had taken yet."""
@@ -241,9 +240,9 @@ class CommittedRounds:
             count.update(member.closing.counts)
         twice = [index for index, times in count.items() if times > 1]
         if twice:
-            self._findings.duplicates += sum(count[index] - 1 for index in twice)
+            self.findings.duplicates += sum(count[index] - 1 for index in twice)
             files = [member.file for member in members if any(index in member.closing.counts for index in twice)]
-            round_.violation(self._findings, "counts more than once in the round", twice, files)
+            round_.violation("counts more than once in the round", twice, files)
         round_.microbatches = IdSet(count)
         round_.num_replayed = len(frozenset[int]().union(*(member.closing.replays for member in members)))
         round_.ballot = min(member.ballot for member in members)
@@ -254,18 +253,18 @@ class CommittedRounds:
         samples = sum(given.counted_samples for given in members)
         if samples != event.samples:
             what = f"is said to be of {event.samples} samples, and its members gave {samples}"
-            round_.violation(self._findings, what)
+            round_.violation(what)
         for given, stated in zip(members, event.given, strict=False):
             if stated[0] != given.counted_samples:
                 what = f"its tally has {stated[0]} samples of {given.peer[:8]}, which gave {given.counted_samples}"
-                round_.violation(self._findings, what, files=[given.file])
+                round_.violation(what, files=[given.file])
         for given in members:
             if given.members != event.members or given.round != event.round:
                 what = "a member prepared it for another round or group"
-                round_.violation(self._findings, what, files=[given.file])
+                round_.violation(what, files=[given.file])
         if len({given.closing.fragment for given in members}) > 1:
             files = [given.file for given in members]
-            round_.violation(self._findings, "its members gave different fragments", files=files)
+            round_.violation("its members gave different fragments", files=files)
 
     # -- readings, once all is read ------------------------------------------------------------------------------------
 

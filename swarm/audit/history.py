@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm.audit.committed_rounds import TRAINER_BLOCK, CommittedRounds, Contribution, Findings
+from swarm.audit.committed_rounds import TRAINER_BLOCK, CommittedRounds, Contribution
 from swarm.audit.holdings import Closing, Holdings
 from swarm.events import (
     FORMAT,
@@ -108,10 +108,9 @@ def _parse(text: bytes) -> Line:
 class History:
     """One file: a life for each block that its process serves, and one for a trainer."""
 
-    def __init__(self, name: str, findings: Findings, rounds: CommittedRounds) -> None:
+    def __init__(self, name: str, rounds: CommittedRounds) -> None:
         self.start: Start | None = None
         self._name = name
-        self._findings = findings
         self._rounds = rounds
         self._lives: dict[Block, _Life] = {}
 
@@ -126,7 +125,7 @@ class History:
         return line.block or Block(self.start.stage)
 
     def feed(self, line: Line) -> None:
-        self._findings.events += 1
+        self._rounds.findings.events += 1
         match line.event:
             case Start() as start:
                 self.finish()
@@ -155,7 +154,7 @@ class History:
     def _life(self, block: Block) -> "_Life":
         if block not in self._lives:
             assert self.start is not None
-            self._lives[block] = _Life(self._name, block, self.start, self._findings, self._rounds)
+            self._lives[block] = _Life(self._name, block, self.start, self._rounds)
         return self._lives[block]
 
 
@@ -169,14 +168,13 @@ class _Life:
     digest of its last state becomes known.
     """
 
-    def __init__(self, name: str, block: Block, start: Start, findings: Findings, rounds: CommittedRounds) -> None:
+    def __init__(self, name: str, block: Block, start: Start, rounds: CommittedRounds) -> None:
         self.round = 0
         """The round at which the block stands."""
         self.has_left = False
         self._name = name
         self._block = block
         self._start = start
-        self._findings = findings
         self._rounds = rounds
         self._is_synchronous = start.setting == "synchronous"
         self._entered_round = 0
@@ -215,7 +213,7 @@ class _Life:
             case Accumulate():
                 self._accumulate(event)
             case RollBack():
-                self._findings.rolled_back += 1
+                self._rounds.findings.rolled_back += 1
                 self._holdings.roll_back(event)
             case Ack():
                 self._rounds.acknowledged(event.microbatch, by_trainer=is_trainer)
@@ -236,7 +234,7 @@ class _Life:
                 self._commit(event, line)
             case OutOfLine() if event.is_named:
                 reason = f"stage {self._block}, round {event.round}: {event.reason}"
-                self._findings.liars.setdefault(event.peer, {})[self._name] = reason
+                self._rounds.findings.liars.setdefault(event.peer, {})[self._name] = reason
             case State():
                 self._rounds.stood(self._block, event.round, event.lineage, event.digest, self._name)
             case Install():
@@ -333,10 +331,10 @@ class _Life:
     def _check_standing(self, round_number: int, lineage: str | None, what: str) -> None:
         if self.round != round_number or lineage not in (None, self._lineage):
             what = f"{what} at another round or on another branch than it stood: round {self.round}"
-            self._findings.violation(what, block=self._block, round=round_number, files=[self._name])
+            self._rounds.findings.violation(what, block=self._block, round=round_number, files=[self._name])
 
     def _violation(self, what: str, microbatches: Collection[int] = ()) -> None:
         round_number = None if self._block == TRAINER_BLOCK else self.round
-        self._findings.violation(
+        self._rounds.findings.violation(
             what, microbatches=microbatches, block=self._block, round=round_number, files=[self._name]
         )
