@@ -138,8 +138,7 @@ class Candidates:
         """Choose the peer to ask now; None if there is none."""
         now = self._clock.monotonic()
         self._left_alone = {peer: each for peer, each in self._left_alone.items() if each.until > now}
-        preferred = [] if prefer is None else [prefer]
-        record = self._router.choose(self._block, num_samples, exclude=self._left_alone.keys(), prefer=preferred)
+        record = self._router.choose(self._block, num_samples, exclude=self._left_alone.keys(), prefer=prefer)
         if record is None and self._stuck_since is None:
             self._stuck_since = now
         return record

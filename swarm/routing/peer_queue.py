@@ -132,16 +132,16 @@ class PeerQueue:
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(
-        self, num_samples: int, now: float, *, exclude: Collection[PeerId], prefer: Sequence[PeerId]
+        self, num_samples: int, now: float, *, exclude: Collection[PeerId], prefer: PeerId | None
     ) -> PeerRecord | None:
-        """Choose and charge the first of `prefer` that is not banned, or else the own peer unless it is busy, or else
+        """Choose and charge the peer in `prefer` unless it is banned, or else the own peer unless it is busy, or else
         the peer with the least finish time.
 
-        Preferred peers are chosen even when busy: they know the microbatch already. None if no peer can be asked.
+        A preferred peer is chosen even when busy: it knows the microbatch already. None if no peer can be asked.
         """
         self._num_samples = num_samples
         own = self._members.get(self._own)
-        for peer_id in prefer if own is None or own.busy_until > now else [*prefer, self._own]:
+        for peer_id in filter(None, (prefer, None if own is None or own.busy_until > now else self._own)):
             if peer_id in self._members and peer_id not in exclude and self._bans.until(peer_id) <= now:
                 # Its heap entry catches up when it reaches the head.
                 return self._charge(self._members[peer_id], num_samples)

@@ -60,12 +60,12 @@ class Router:
         queue.update(serving, self._clock.monotonic())
 
     def choose(
-        self, block: Block, num_samples: int, *, exclude: Collection[PeerId] = (), prefer: Sequence[PeerId] = ()
+        self, block: Block, num_samples: int, *, exclude: Collection[PeerId] = (), prefer: PeerId | None = None
     ) -> PeerRecord | None:
         """Choose the peer that is to compute `num_samples` samples next; None if no peer can be asked now.
 
-        Of those in `prefer` the first that serves and is not banned is chosen, and charged as usual; after them this
-        very peer, if it serves the stage and has not said that it is busy.
+        The peer in `prefer` is chosen if it serves and is not banned, and charged as usual; after it this very peer, if
+        it serves the stage and has not said that it is busy.
         """
         now = self._clock.monotonic()
         excluded = {*exclude, *self._distrusted.current(now)}

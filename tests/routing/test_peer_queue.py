@@ -24,7 +24,7 @@ def _queue(*records: PeerRecord) -> PeerQueue:
 
 
 def _choose(queue: PeerQueue, now: float = 0.0, num_samples: int = 1) -> int:
-    record = queue.choose(num_samples, now, exclude=(), prefer=())
+    record = queue.choose(num_samples, now, exclude=(), prefer=None)
     assert record is not None
     return int(record.peer_id, 16)
 
@@ -121,7 +121,7 @@ def test_bans_double_and_are_capped() -> None:
         queue.failed(id_of(1), now)
         wait = queue.next_available_seconds(now)
         assert wait is not None
-        assert queue.choose(1, now + 0.99 * wait, exclude=(), prefer=[id_of(1)]) is None
+        assert queue.choose(1, now + 0.99 * wait, exclude=(), prefer=id_of(1)) is None
         waits.append(wait)
         now += wait
     assert waits == pytest.approx([5, 10, 20, 40, 80, 160, 300, 300, LONGEST_BAN_SECONDS])
@@ -147,7 +147,7 @@ def test_who_was_gone_and_announces_himself_is_back_at_once() -> None:
     queue = _queue(record_of(1, announced_at=10.0))
     queue.failed(id_of(1), 0.0, is_gone=True)
     queue.update([record_of(1, announced_at=10.0)], 1.0)
-    assert queue.choose(1, 1.0, exclude=(), prefer=()) is None, "it announced that before it went"
+    assert queue.choose(1, 1.0, exclude=(), prefer=None) is None, "it announced that before it went"
     queue.update([record_of(1, announced_at=11.0)], 2.0)
     assert _choose(queue, 2.0) == 1
 
@@ -158,7 +158,7 @@ def test_who_did_not_answer_and_does_now_is_back_before_the_ban_would_end() -> N
     queue.failed(id_of(2), 0.0)
     assert [record.peer_id for record in queue.unreachable(0.5)] == [id_of(1)], "the other one answered, and was wrong"
     queue.answered(id_of(1), 0.5)
-    assert queue.choose(1, 0.5, exclude=(), prefer=()) is None, "a moment later it may be gone again"
+    assert queue.choose(1, 0.5, exclude=(), prefer=None) is None, "a moment later it may be gone again"
     for number in (1, 2):
         queue.answered(id_of(number), LEAST_BAN_SHARE * BASE_BAN_SECONDS)
     assert queue.unreachable(1.0) == []
@@ -188,7 +188,7 @@ def test_busy_is_no_ban() -> None:
     queue = _queue(record_of(1), record_of(2))
     queue.busy(id_of(1), 0.0, 3.0)
     assert {_choose(queue, 1.0) for _ in range(10)} == {2}
-    hinted = queue.choose(1, 1.0, exclude=(), prefer=[id_of(1)])
+    hinted = queue.choose(1, 1.0, exclude=(), prefer=id_of(1))
     assert hinted is not None
     assert hinted.peer_id == id_of(1)
     assert {_choose(queue, 3.0) for _ in range(10)} == {1, 2}
@@ -239,7 +239,7 @@ def test_a_choice_costs_as_many_heap_operations_among_ten_thousand(monkeypatch: 
         num_operations = 0
         for step in range(1000):
             number = _choose(queue, float(step))
-            queue.choose(1, float(step), exclude=(), prefer=[id_of(number)])
+            queue.choose(1, float(step), exclude=(), prefer=id_of(number))
             if step % 10 == 0:
                 queue.busy(id_of(number), float(step), 2.0)
         costs.append(num_operations / 1000)

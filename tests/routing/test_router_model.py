@@ -57,13 +57,13 @@ class _Model(RuleBasedStateMachine):
         self.router.update(Block(0), list(self.records.values()))
         self.busy_until = {number: until for number, until in self.busy_until.items() if number in self.serving()}
 
-    @rule(exclude=st.sets(peers), prefer=st.lists(peers, max_size=3), num_samples=st.integers(1, 4))
-    def choose(self, exclude: set[int], prefer: list[int], num_samples: int) -> None:
+    @rule(exclude=st.sets(peers), prefer=st.none() | peers, num_samples=st.integers(1, 4))
+    def choose(self, exclude: set[int], prefer: int | None, num_samples: int) -> None:
         record = self.router.choose(
             Block(0),
             num_samples,
             exclude={id_of(number) for number in exclude},
-            prefer=[id_of(number) for number in prefer],
+            prefer=None if prefer is None else id_of(prefer),
         )
         now = self.clock.monotonic()
         if record is None:
@@ -77,7 +77,7 @@ class _Model(RuleBasedStateMachine):
         number = int(record.peer_id, 16)
         assert number in self.serving() - exclude - self.certainly_banned()
         assert record == self.records[number]
-        if number not in prefer:
+        if number != prefer:
             assert self.busy_until.get(number, 0.0) <= now
 
     @rule(number=peers, busy=st.floats(0.2, 4.0), link=st.none() | st.floats(0.0, 1.0), queue_length=st.integers(0, 3))
