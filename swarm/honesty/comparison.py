@@ -29,9 +29,11 @@ COSINE_SHARE = 0.25
 """A direction is in line with at least this share of the usual cosine, whatever the deviation."""
 LEAST_COSINE = 0.15
 """Directions are compared only if the usual cosine is as large as this: below it honest members hardly agree."""
-CLEAR_FACTOR, CLEAR_SHARE = 4.0, -0.5
-"""No honest contribution is so far out of line, whatever the deviation: longer than what is in line by this factor, or
-with less than this share of the usual cosine."""
+MOST_DEVIATION = 0.15
+"""Cosines are not taken to differ by more, so that among members that differ much somebody opposite is found."""
+CLEAR_FACTOR, CLEAR_SHARE = 10.0, -0.5
+"""No honest contribution is so far out of line: so many times as long as usual, beyond the leeway that it has because
+of its amount and because others differ, or with less than this share of the usual cosine."""
 SUM_DEVIATIONS = 4.0
 """An owner's sum is in line if what a member's own contribution has in it is within so many standard deviations."""
 REPEATED_COSINE, NEW_COSINE = 0.98, 0.9
@@ -115,7 +117,7 @@ class Comparison:
 
     def deviations(self, parts: Mapping[str, torch.Tensor]) -> tuple[Deviation, ...]:
         """The members whose contributions, each of shape (P,), are out of line. One that is so in several ways or
-        places is named once."""
+        places is named once, and once more if it gave the very same before."""
         peers = [peer for peer in self.amounts if peer in parts]
         if len(peers) < LEAST_MEMBERS:
             return self._undecided(list(parts.values()))
@@ -125,13 +127,7 @@ class Comparison:
         amounts = np.array([max(1, self.amounts[peer]) for peer in peers], dtype=float)
         products = [(name, rows, _products([parts[peer][rows] for peer in peers])) for name, rows in self._places()]
         whole = sum(each for _, _, each in products)
-        again = "it is the one that it gave before"
-        repeated = self.memory.repeated({peer: parts[peer] for peer in peers}, self.part)
-        # To send one vector twice is no matter of chance.
-        found = {
-            peer: Deviation(peer_id=peer, reason=again, is_computed=True, is_clear=True)
-            for peer, is_same in repeated.items() if is_same
-        }  # fmt: skip
+        found = dict[str, Deviation]()
         for name, size, each in [
             ("", length, whole), *((name, rows.stop - rows.start, each) for name, rows, each in products)
         ]:  # fmt: skip
@@ -140,9 +136,16 @@ class Comparison:
                 for index, reason, is_clear in _out_of_line(np.asarray(each), amounts, size, self.growth):
                     deviation = Deviation(peer_id=peers[index], reason=reason + where, is_clear=is_clear and not name)
                     found.setdefault(peers[index], deviation)
+        again, repeated = (
+            "it is the one that it gave before",
+            self.memory.repeated({peer: parts[peer] for peer in peers}, self.part),
+        )
         for peer in repeated:
             found.setdefault(peer, Deviation(peer_id=peer, reason=again))
-        return tuple(each for _, each in sorted(found.items()))
+        # To send one vector twice is no matter of chance.
+        twice = [peer for peer, is_same in repeated.items() if is_same]
+        proofs = [Deviation(peer_id=peer, reason=again, is_computed=True, is_clear=True) for peer in sorted(twice)]
+        return (*proofs, *(each for _, each in sorted(found.items())))
 
     def _undecided(self, parts: Sequence[torch.Tensor]) -> tuple[Deviation, ...]:
         if len(parts) < 2 or self.part.stop - self.part.start < LEAST_ELEMENTS:
@@ -229,7 +232,7 @@ def _out_of_line(
     factor_M = leeway_M * max(growth.factor, float(np.exp(DEVIATIONS * spread(logs_M))))
     for index in np.flatnonzero(np.abs(logs_M) > np.log(factor_M)):
         reason = f"its norm is {scaled_M[index] / usual:.2g} times what is usual for its samples"
-        yield int(index), reason, bool(logs_M[index] > np.log(CLEAR_FACTOR * factor_M[index]))
+        yield int(index), reason, bool(logs_M[index] > np.log(CLEAR_FACTOR * factor_M[index] / growth.factor))
     usable = np.flatnonzero((np.abs(logs_M) <= np.log(factor_M)) & (norms_M > 0.0))
     if len(usable) < LEAST_MEMBERS:
         return
@@ -241,14 +244,13 @@ def _out_of_line(
         return
     # Among few members the median distance is small by chance now and then. A cosine of so many elements differs from
     # itself by at least this much where the elements' noise is independent.
-    deviation = max(spread(cosines), num_elements**-0.5)
+    deviation = min(max(spread(cosines), num_elements**-0.5), MOST_DEVIATION)
     for index, cosine in zip(usable, cosines, strict=True):
         # The direction of a mean over fewer samples is less certain.
         expected = typical * min(1.0, float(shares_M[index])) ** 0.5
-        is_clear = bool(cosine < CLEAR_SHARE * expected)
-        if is_clear or cosine < min(expected - DEVIATIONS * deviation, COSINE_SHARE * expected):
+        if cosine < min(expected - DEVIATIONS * deviation, COSINE_SHARE * expected):
             reason = f"its cosine with the mean of the others is {cosine:.2f}, where {typical:.2f} is usual"
-            yield int(index), reason, is_clear
+            yield int(index), reason, bool(cosine < CLEAR_SHARE * expected)
 
 
 def _cosines(products_MM: np.ndarray, shares_M: np.ndarray) -> np.ndarray:
