@@ -142,24 +142,23 @@ class CudaStopwatch(Stopwatch):
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self._started = self._stopped = _mark(self._stream)
+        self._started = self._stopped = _Mark(self._stream)
 
     def stop(self) -> None:
-        self._stopped = _mark(self._stream)
+        self._stopped = _Mark(self._stream)
 
     async def seconds(self) -> float:
         """How long the task took; waits until the GPU has come to its end."""
         await asyncio.to_thread(self._stopped.synchronize)
-        return float(self._started.elapsed_time(self._stopped)) / 1e3
+        return float(self._started.event.elapsed_time(self._stopped.event)) / 1e3
 
 
 class CudaReader(HostReader):
-    """Reads from a GPU, in a queue of its own, through pinned memory for one piece."""
+    """Reads from a GPU, in the queue of downloads, through pinned memory for one piece."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, downloads: torch.cuda.Stream) -> None:
         """To be made on the compute thread."""
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._device, self._stream = device, downloads
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -172,7 +171,7 @@ class CudaReader(HostReader):
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 pinned[: piece.numel()].copy_(piece, non_blocking=True)
             # The caller keeps the tensor at least until then, so its memory is not used again.
-            _mark(self._stream).synchronize()
+            _Mark(self._stream).synchronize()
             yield pinned[: piece.numel()]
 
 
@@ -183,7 +182,7 @@ class CudaStaging(Staging):
         self._device = device
         self._uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         self._downloads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._newest: torch.cuda.Event | None = None
+        self._newest: _Mark | None = None
 
     def host_bytes(self, num_bytes: int) -> torch.Tensor:
         # So the compute thread has nothing to copy: `pin_memory` gives what is pinned back as it is.
@@ -207,18 +206,20 @@ class CudaStaging(Staging):
             host.copy_(source, non_blocking=True)
         # This works like `upload`, in the other direction.
         source.record_stream(self._downloads)
-        event = _mark(self._downloads)
-        before, self._newest = self._newest, event
+        mark = _Mark(self._downloads)
+        before, self._newest = self._newest, mark
         if before is not None:
             # One task queued behind the running one keeps the GPU busy. With more of them, a new backward would have to
             # wait for forwards, and the compute thread's queue would look too short.
             before.synchronize()
         # Converted into ordinary memory, of which there is more than of pinned memory: sent tensors are kept until they
         # are acknowledged.
-        return Download(host, event, convert or torch.clone)
+        return Download(host, mark, convert or torch.clone)
 
     def reader(self) -> HostReader:
-        return CudaReader(self._device)
+        # torch has 32 queues, and hands them out again and again. If each reader took one, it would sometimes copy in
+        # the queue in which the compute thread records something.
+        return CudaReader(self._device, self._downloads)
 
     def stopwatch(self) -> Stopwatch:
         return CudaStopwatch(self._device)
@@ -230,11 +231,19 @@ class CudaStaging(Staging):
             yield
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # A thread that waits for a blocking event sleeps; to wait for another kind of event takes a core.
-    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # torch's
-    event.record(stream)
-    return event
+class _Mark(Arrival):
+    """A place in a queue."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # A thread that waits for a blocking event sleeps; to wait for another kind of event takes a core.
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # torch's
+        self.event.record(stream)
+        self._device = stream.device
+
+    def synchronize(self) -> None:
+        # A thread that has not named a device would make a context on the first GPU, like in `_on`.
+        with torch.cuda.device(self._device):
+            self.event.synchronize()
 
 
 def staging_of(device: torch.device) -> Staging:

@@ -134,6 +134,8 @@ async def test_the_compute_thread_goes_on_while_a_result_is_on_its_way() -> None
 class _Stream:
     """A queue of a GPU. Its work is done when something waits for an event behind it."""
 
+    device = torch.device("cuda", 1)
+
     def __init__(self, device: Any = None) -> None:
         self.work: deque[Callable[[], Any]] = deque()
 
@@ -277,6 +279,28 @@ def test_a_state_is_read_as_the_queued_work_leaves_it(gpu: _Gpu, monkeypatch: py
     pieces = [piece.tolist() for piece in reader.pieces(moment)]
     assert pieces == [[0, 1], [2, 3], [4]]
     assert not next_task.is_done
+
+
+def test_reading_takes_no_queue_of_its_own(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would hand out one that records something, or one that copies for another reader."""
+    staging, made = _staging(), list[Any]()
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    for _ in range(40):
+        staging.reader()
+    assert not made
+
+
+def test_who_waits_names_the_device(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    download, named = _staging().download(torch.zeros(3)), list[Any]()
+
+    @contextlib.contextmanager
+    def within(device: Any) -> Iterator[None]:
+        named.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", within)
+    download.wait()
+    assert named == [_Stream.device]
 
 
 async def test_a_task_of_the_gpu_is_measured_there(gpu: _Gpu) -> None:
