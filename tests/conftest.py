@@ -26,9 +26,10 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # torch says so once where a backward's first operation on a GPU is a product, and then does what it says.
-    said = "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"
-    config.addinivalue_line("filterwarnings", said)
+    # torch says the first once where a backward's first operation on a GPU is a product, and then does what it says. It
+    # says the second of what it compiles in float32, as tests compare it.
+    for said in ("Attempting to run cuBLAS, but there was no current CUDA context", "TensorFloat32 tensor cores"):
+        config.addinivalue_line("filterwarnings", f"ignore:{said}:UserWarning")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,13 +80,16 @@ class _CountedGraphs(CudaRecorder):
         return dataclasses.replace(recording, replay=replay)
 
 
+def _limit_bytes(device: str) -> int:
+    """A few places on a CPU. A GPU gives each recording some MiB."""
+    return 2 << 20 if device == "cpu" else PLENTY
+
+
 def _captured(
     config: RunConfig, stage: int, limit_bytes: int | None = None, *, device: str = "cpu", compiles: bool = False
 ) -> tuple[StageBackend, TapeRecorder | _CountedGraphs]:
     recorder = TapeRecorder() if device == "cpu" else _CountedGraphs()
-    if limit_bytes is None:
-        # A few places on a CPU. A GPU gives each recording some MiB.
-        limit_bytes = 2 << 20 if device == "cpu" else PLENTY
+    limit_bytes = limit_bytes or _limit_bytes(device)
     backend = backend_of(config, stage, limit_bytes, fused=True, recorder=recorder, device=device, compiles=compiles)
     backend.warm_up()
     return backend, recorder
@@ -204,7 +207,7 @@ def test_what_overflows_float16_is_computed_again_by_recordings(
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, autocast="fp16"))
     recorder, results = TapeRecorder() if device == "cpu" else _CountedGraphs(), []
     for of_backend in (recorder, None):
-        backend = backend_of(config, stage, 2 << 20, fused=True, recorder=of_backend, device=device)
+        backend = backend_of(config, stage, _limit_bytes(device), fused=True, recorder=of_backend, device=device)
         if stage == 2:
             with torch.no_grad():
                 # The gradient of a hidden state goes through the head's matrix.
