@@ -120,11 +120,12 @@ def run(options: Options) -> Figures:
     found: Figures = {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else "none", "failed": {}}
     parts = [part for part in get_args(Part) if part in (options.only or get_args(Part))]
     is_one, ends_at = len(parts) == 1, time.monotonic() + SECONDS
+    device = torch.device("cuda:0" if options.device == "cuda" else "cpu")  # Of several GPUs the first one alone.
     for part in parts:
         began_at = time.monotonic()
         seconds = min(PART_SECONDS[part], ends_at - began_at)
         try:
-            new = MEASURES[part](options, torch.device(options.device)) if is_one else apart(part, options, seconds)
+            new = MEASURES[part](options, device) if is_one else apart(part, options, seconds)
         except Exception as error:  # noqa: BLE001 - a GPU is lent for minutes: the other parts are still of use
             new = {"failed": {part: in_one_line(error)}}
             say(f"{part} failed: {in_one_line(error)}")
@@ -236,9 +237,9 @@ def _swarm(options: Options, device: torch.device, *, num_stages: int) -> Figure
     with workplace("gpu") as (folder, children), _said_if_it_fails(folder):
         # Each process has its share of the cores, for the steps at rounds' ends.
         threads = max(1, num_cores() // (num_stages + 1))
-        swarm = SwarmProcesses(config, children, folder / part, device=options.device, threads=threads)
+        swarm = SwarmProcesses(config, children, folder / part, device=str(device), threads=threads)
         swarm.start_peers(range(num_stages))
-        with gpu_busy_shares(watches=device.type == "cuda") as busy_shares:
+        with gpu_busy_shares(device) as busy_shares:
             rate = swarm.tokens_per_second("trainer", options.rounds)
         last = swarm.steps("trainer")[-1]
         _say_logs(folder, lambda lines: [line for line in lines if "graph" in line or "compiled" in line])
@@ -293,8 +294,7 @@ def _stage(options: Options, device: torch.device) -> Figures:
 def _generate(options: Options, device: torch.device) -> Figures:
     from scripts.benches.shared import theirs  # It takes seconds, and the other parts do without it.
 
-    longest = PROMPT_TOKENS + options.tokens
-    vocabulary = options.vocab_size
+    longest, vocabulary = PROMPT_TOKENS + options.tokens, options.vocab_size
     model = theirs.llama(width=options.d_model, layers=options.layers, vocabulary=vocabulary, longest=longest)
     model = model.eval().to(torch.bfloat16)
     generator = torch.Generator().manual_seed(1)

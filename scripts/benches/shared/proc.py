@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 from scripts.benches.shared.common import say
 
 PROC = Path("/proc")
@@ -88,14 +90,16 @@ def idle_and_all_ticks() -> tuple[float, float]:
 
 
 @contextmanager
-def gpu_busy_shares(*, watches: bool = True) -> Iterator[list[float]]:
-    """The shares of time in which the first GPU was busy, as nvidia-smi says every quarter of a second of the block.
-    They are there once the block has ended; none where there is no such program, or without `watches`."""
+def gpu_busy_shares(device: torch.device) -> Iterator[list[float]]:
+    """The shares of time in which a GPU was busy, as nvidia-smi says every quarter of a second of the block. They are
+    there once the block has ended; none where there is no such program, or for a CPU."""
     shares = list[float]()
-    if not watches or shutil.which("nvidia-smi") is None:
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
         yield shares
         return
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0", "--loop-ms=250"]
+    # nvidia-smi may have other numbers for the GPUs.
+    own = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", own, "--loop-ms=250"]
     watching = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
     try:
         yield shares
