@@ -44,6 +44,8 @@ class Nf4Matrix(nn.Module):
     scale_codes: Tensor
     scale_scales: Tensor
     mean: Tensor
+    pairs: Tensor
+    scale_values: Tensor
 
     def __init__(self, weight_ED: Tensor) -> None:
         super().__init__()
@@ -64,17 +66,21 @@ class Nf4Matrix(nn.Module):
         self.register_buffer("scale_codes", scale_codes, persistent=False)
         self.register_buffer("scale_scales", scale_scales, persistent=False)
         self.register_buffer("mean", torch.tensor(mean), persistent=False)
+        # Not looked up in each use: compiled code would make them anew on the CPU, and copy them to a GPU.
+        pairs, scale_values = _tables()
+        self.register_buffer("pairs", pairs, persistent=False)
+        self.register_buffer("scale_values", scale_values, persistent=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The matrix [E, D] in a type. Never waits for the device."""
         num_elements, num_blocks, device = self.shape.numel(), len(self.codes), self.codes.device
-        scales = SIGNED.decode(self.scale_codes, self.scale_scales).view(-1)[:num_blocks].add_(self.mean)
-        pairs = _pairs(device)
+        scales = self.scale_values.index_select(0, self.scale_codes.view(-1).int()).view_as(self.scale_codes)
+        scales = scales.mul_(self.scale_scales).view(-1)[:num_blocks].add_(self.mean)
         size = _CHUNK_BLOCKS.get(device.type, num_blocks)
         dense = torch.empty(num_blocks, BLOCK, dtype=dtype, device=device)
         for start in range(0, num_blocks, size):
             blocks = slice(start, start + size)
-            values = pairs.index_select(0, self.codes[blocks].view(-1).int()).view(-1, BLOCK)
+            values = self.pairs.index_select(0, self.codes[blocks].view(-1).int()).view(-1, BLOCK)
             dense[blocks] = values.mul_(scales[blocks, None])
         return dense.view(-1)[:num_elements].view(self.shape)
 
@@ -90,7 +96,7 @@ def _encoded(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache
-def _pairs(device: torch.device) -> Tensor:
-    """The two values of each byte [256, 2]."""
+def _tables() -> tuple[Tensor, Tensor]:
+    """The two values of each byte [256, 2], and that of each scale's byte [256]: a few KiB, once for all matrices."""
     values = torch.tensor(VALUES)
-    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1).to(device)
+    return torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1), torch.from_numpy(SIGNED.values)
