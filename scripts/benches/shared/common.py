@@ -26,6 +26,7 @@ from swarm.config import RunConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.interchange.run_folder import to_toml
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
@@ -162,13 +163,7 @@ def with_corpus(config: RunConfig, cache: Path | None = None) -> tuple[RunConfig
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    values = dataclasses.asdict(config)
-    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in sections]
-    for section, entries in sections.items():
-        # JSON's scalars and arrays are TOML's as well.
-        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in entries.items())]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(to_toml(config), encoding="utf-8")
 
 
 def wait_for_json(path: Path, children: Supervisor, *, timeout_seconds: float = START_SECONDS) -> dict[str, Any]:
