@@ -7,12 +7,16 @@
 The sides take turns. A whole-model process computes only some microbatches of a round, and its time is scaled up.
 """
 
+import itertools
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
+from peers.shared.stage_choice import StagesOrAuto
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     BenchOptions,
@@ -58,7 +62,8 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     started_at = time.monotonic()
-    turns = {str(width): _measure(options, width) for width in options.d_model}
+    others = {"limit": (1, 1), "single": (2,)}
+    turns = {str(width): in_turns(options, width, "swarm", [0, 1], others) for width in options.d_model}
 
     def over(side: str) -> dict[str, paired.Ratio]:
         return {width: paired.ratio(sides["swarm"], sides[side]) for width, sides in turns.items()}
@@ -75,7 +80,7 @@ def _microbatch_size(options: Options, d_model: int) -> int:
     return options.microbatch_size or max(1, round(4 * 768 / d_model))
 
 
-def config_of(options: Options, width: int) -> RunConfig:
+def _config(options: Options, width: int) -> RunConfig:
     microbatch = _microbatch_size(options, width)
     samples = microbatch * options.microbatches
     # The learning rate is low, because with one inner step a round DiLoCo's momentum multiplies it many times.
@@ -86,33 +91,39 @@ def config_of(options: Options, width: int) -> RunConfig:
     )  # fmt: skip
 
 
-def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
-    config, _ = with_corpus(config_of(options, d_model))
+def in_turns(
+    options: Options, d_model: int, name: str, peers: Sequence[int | StagesOrAuto],
+    others: Mapping[str, Sequence[int]],
+) -> dict[str, list[float]]:  # fmt: skip
+    """The tokens/s of a swarm of these peers, by this name, and of other sides, in every turn. Another side are
+    processes that train the whole model, each with so many threads."""
+    config, _ = with_corpus(_config(options, d_model))
     tokens = config.rounds.round_samples * config.data.sequence_length
     with workplace("pipeline") as (folder, children):
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
         # All processes start at once, so that each has the same share of the cores while it imports torch and warms up.
-        limit = [whole_model(f"limit-{number}", 1, options, children, folder) for number in range(2)]
-        single = [whole_model("single", 2, options, children, folder)]
+        workers = {
+            other: [_whole_model(f"{other}-{n}", each, options, children, folder) for n, each in enumerate(threads)]
+            for other, threads in others.items()
+        }
         swarm = SwarmProcesses(config, children, folder / "swarm")
-        swarm.start_peers([0, 1])
-        for worker in (*limit, *single):
+        swarm.start_peers(peers)
+        for worker in itertools.chain.from_iterable(workers.values()):
             worker.until_stopped()
         say(f"d_model {d_model}: the swarm warms up")
         swarm.train("warm-up", 1)
-        return paired.in_turns(
-            {
-                "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", 1),
-                "limit": lambda number: sum(tokens / seconds for seconds in turn_seconds(limit)),
-                "single": lambda number: sum(tokens / seconds for seconds in turn_seconds(single)),
-            },
-            options.repetitions,
-            what=f"d_model {d_model}",
-            unit="tokens/s",
-        )
+
+        def rate(side: Sequence[Worker], number: int) -> float:
+            return sum(tokens / seconds for seconds in turn_seconds(side))
+
+        sides: dict[str, Callable[[int], float]] = {
+            name: lambda number: swarm.tokens_per_second(f"trainer-{number}", 1)
+        }
+        sides |= {other: partial(rate, side) for other, side in workers.items()}
+        return paired.in_turns(sides, options.repetitions, what=f"d_model {d_model}", unit="tokens/s")
 
 
-def whole_model(name: str, threads: int, options: Options, children: Supervisor, folder: Path) -> Worker:
+def _whole_model(name: str, threads: int, options: Options, children: Supervisor, folder: Path) -> Worker:
     numbers = (threads, min(options.sampled, options.microbatches))
     return Worker(name, side("whole_model", folder / "run.toml", folder / name, *numbers), folder / name, children)

@@ -25,17 +25,7 @@ from peers.shared.room import together, written
 from peers.shared.stage_choice import StageChoice
 from scripts.benches import pipeline
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import (
-    POLL_SECONDS,
-    fail_on_exit,
-    run_of,
-    say,
-    side,
-    with_corpus,
-    workplace,
-    write_config,
-)
-from scripts.benches.shared.paired import turn_seconds
+from scripts.benches.shared.common import POLL_SECONDS, fail_on_exit, run_of, say, side, with_corpus, workplace
 from scripts.benches.shared.swarm import NEVER, SwarmProcesses
 from scripts.benches.sides.paced_stage import PACE
 from scripts.benches.simulate.studies.spans import BACK, CAPACITIES, best_throughput, layouts, throughput
@@ -103,36 +93,16 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _run_single(options: Options) -> dict[str, Any]:
-    turns = {str(width): _measure(options, width) for width in options.d_model}
+    turns = {
+        str(width): pipeline.in_turns(options, width, "span", [StageChoice(0, 1)], {"single": (1,)})
+        for width in options.d_model
+    }
     ratios = {width: paired.ratio(sides["span"], sides["single"]) for width, sides in turns.items()}
     return {
         **paired.figures({"ratio_to_single_process": ratios}),
         "tokens_per_second": {width: paired.medians(sides) for width, sides in turns.items()}, "repetitions": turns,
         "setting": options.setting, "microbatches_per_round": options.microbatches,
     }  # fmt: skip
-
-
-def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
-    config, _ = with_corpus(pipeline.config_of(options, d_model))
-    tokens = config.rounds.round_samples * config.data.sequence_length
-    with workplace("spans") as (folder, children):
-        say(f"d_model {d_model}: processes start")
-        write_config(config, folder / "run.toml")
-        single = pipeline.whole_model("single", 1, options, children, folder)
-        swarm = SwarmProcesses(config, children, folder / "swarm")
-        swarm.start_peers([StageChoice(0, 1)])
-        single.until_stopped()
-        say(f"d_model {d_model}: the swarm warms up")
-        swarm.train("warm-up", 1)
-        return paired.in_turns(
-            {
-                "span": lambda number: swarm.tokens_per_second(f"trainer-{number}", 1),
-                "single": lambda number: tokens / max(turn_seconds([single])),
-            },
-            options.repetitions,
-            what=f"d_model {d_model}",
-            unit="tokens/s",
-        )
 
 
 # -- peers of different capacity ---------------------------------------------------------------------------------------

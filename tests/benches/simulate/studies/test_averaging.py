@@ -2,10 +2,7 @@
 
 import random
 
-from scripts.benches.simulate.studies.averaging import (
-    Options,
-    run,
-)
+from scripts.benches.simulate.studies.averaging import Options, run
 
 
 def test_of_a_thousand_members_one_group_loses_rounds_and_groups_commit_them() -> None:
