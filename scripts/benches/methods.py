@@ -25,6 +25,7 @@ from scripts.benches.shared.common import (
     require_multiple,
     run_of,
     say,
+    side,
     with_corpus,
     workplace,
     write_config,
@@ -132,17 +133,7 @@ class Training:
         restarts = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
         if self._method == "ddp_loop":
             # torch's loop writes no checkpoints, so a restart would begin anew.
-            return [
-                sys.executable,
-                *restarts[:-1],
-                "0",
-                "-m",
-                "scripts.benches.sides",
-                "ddp_loop",
-                config,
-                steps,
-                metrics,
-            ]
+            return [sys.executable, *restarts[:-1], "0", *side("ddp_loop", config, steps, metrics)[1:]]
         given = [
             *("--config", config, "--steps", steps, "--metrics", metrics, "--threads", "1", "--device", "cpu"),
             *("--evaluate-every", "0", "--evaluation-samples", "2048"),

@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-from scripts.benches.shared.common import run_of, say, with_corpus
+from scripts.benches.shared.common import cpu_backend, run_of, say, with_corpus
 from scripts.benches.sides.reference import NUM_BATCHES, NUM_SAMPLES
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS
-from swarm.stage.graphs import GraphBudget
-from swarm.stage.stage import weights_of
-from swarm.stage.staging import staging_of
 from swarm.training.round_member import RoundResult
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -79,7 +76,8 @@ def _train(
     """The held-out loss at the end, and the weights."""
     started_at = time.perf_counter()
     config, data = with_corpus(config)
-    backend = _backend(config, weights)
+    module = build_stage(config, 0, device="cpu", weights=weights)
+    backend = cpu_backend(config, 0, graph_bytes=1 << 30, module=module)
     num_rounds = config.optimizer.total_samples // config.rounds.round_samples
     indices = iter(range(num_rounds * ROUND_STEPS))
     for number in range(num_rounds):
@@ -94,14 +92,6 @@ def _train(
     loss = _held_out(backend, data)
     say(f"{name}, seed {config.data.seed}: {loss:.4f} after {time.perf_counter() - started_at:.0f} s")
     return loss, {key.removeprefix("anchor/"): value for key, value in backend.weights.state_tensors().items()}
-
-
-def _backend(config: RunConfig, weights: Mapping[str, torch.Tensor] | None) -> StageBackend:
-    module = build_stage(config, 0, device="cpu", weights=weights)
-    return StageBackend(
-        config=config, stage=0, module=module, weights=weights_of(config, module, lineage=""),
-        staging=staging_of(torch.device("cpu")), budget=GraphBudget(limit_bytes=1 << 30),
-    )  # fmt: skip
 
 
 def _result(number: int, tensors: Mapping[str, torch.Tensor], num_samples: int) -> RoundResult:

@@ -135,12 +135,10 @@ class Reference:
 
     def update_with(self, optimizer: optim.Optimizer, run_samples: int) -> None:
         """Take a step of this optimizer with the sum, at the learning rate after this many samples of the run."""
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        gradients = self.take_gradients()
         clip(gradients, squared_norm_of(gradients.values()), self._config.optimizer.clip_norm)
         rate = learning_rate(self._config.gradient_step, run_samples)
         optim.step(optimizer, self._parameters, gradients, rate)
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """The sum of the gradients, which is emptied."""

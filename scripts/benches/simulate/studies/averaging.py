@@ -234,12 +234,7 @@ def _difference(options: Options, rng: random.Random) -> Mapping[str, float]:
         for _ in range(20):
             values = [value + rng.gauss(0.0, 1.0) for value in values]
             rng.shuffle(values)
-            means = [(len(group), statistics.fmean(group)) for group in _rows(values, options.group_size)]
+            means = [(len(group), statistics.fmean(group)) for group in _groups(values, options.group_size)]
             values = [mean for length, mean in means for _ in range(length)]
         found[str(size)] = statistics.pstdev(values)
     return found
-
-
-def _rows(values: Sequence[float], group_size: int) -> list[Sequence[float]]:
-    number = math.ceil(len(values) / group_size)
-    return [values[first::number] for first in range(number)]
