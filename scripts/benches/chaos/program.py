@@ -28,11 +28,6 @@ def set_clock(path: Path, seconds: float) -> None:
         struct.pack_into(_FORMAT, memory, 0, seconds)
 
 
-def read_clock(path: Path) -> float:
-    (seconds,) = struct.unpack(_FORMAT, path.read_bytes())
-    return float(seconds)
-
-
 def wind(path: Path) -> None:
     """Make this process's `time.time` follow the file. Call this before importing any module that keeps a reference to
     the function."""

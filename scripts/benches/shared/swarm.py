@@ -78,14 +78,13 @@ class SwarmProcesses:
     def events(self) -> Path:
         return self.folder / "events"
 
-    def start_peers(self, stages: Sequence[int | StagesOrAuto], environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Start one peer for each entry, a stage or several or auto, with these additions to its environment, and
-        return when all of them serve. Raises PeerUnavailable and DeadlineExceeded."""
+    def start_peers(self, stages: Sequence[int | StagesOrAuto]) -> None:
+        """Start one peer for each entry, a stage or several or auto, and return when all of them serve. Raises
+        PeerUnavailable and DeadlineExceeded."""
         self.prepare()
-        peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
         # The first one has to be there before others can join it.
-        for batch in (peers[:1], peers[1:]):
-            started = [(self.launch_peer(stage, environment=added), stage) for stage, added in batch]
+        for batch in (stages[:1], stages[1:]):
+            started = [(self.launch_peer(stage), stage) for stage in batch]
             self.peers += [self.until_ready(child, stage) for child, stage in started]
 
     def prepare(self) -> None:

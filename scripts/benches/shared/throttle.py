@@ -190,18 +190,14 @@ class Throttle:
 class Lines(Supervisor):
     """Puts every child behind a line of its own."""
 
-    def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, log_folder: Path, throttle: Throttle) -> None:
         super().__init__(log_folder)
-        self.folder = log_folder
-        self.environment = dict(environment or {})
         self.throttle = throttle
         self.links: dict[str, Link] = {}  # The link of each child, by its name
-        self.own = throttle.link()  # The link of this process
 
     def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
         self.links[name] = link = self.throttle.link()
-        environment = {**self.environment, **(environment or {}), **link.environment}
-        return super().start(name, command, environment=environment)
+        return super().start(name, command, environment={**(environment or {}), **link.environment})
 
 
 async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
