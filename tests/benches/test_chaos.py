@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from peers.local.supervisor import Supervisor
 from peers.shared.stage_choice import StageChoice
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
-from scripts.benches.chaos.faults import KINDS, fault
+from scripts.benches.chaos.faults import KINDS
 from scripts.benches.shared.throttle import Throttle
 
 
@@ -68,7 +69,7 @@ spans = pytest.mark.parametrize("cast", [[StageChoice(), 0, 1, 1]], indirect=Tru
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hits == "network"])
 def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: str) -> None:
     for seed in range(20):
-        with fault(KINDS[name], cast, random.Random(seed)) as victims:
-            assert victims
+        with ExitStack() as undo:
+            assert KINDS[name].begin(cast, random.Random(seed), undo)
             assert cast.throttle.num_obstacles > 0
         assert cast.throttle.num_obstacles == 0

@@ -23,7 +23,7 @@ from peers.local.supervisor import Supervisor
 from peers.shared import process, stopping
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
-from scripts.benches.chaos.faults import KINDS, fault
+from scripts.benches.chaos.faults import KINDS
 from scripts.benches.chaos.figures import Struck
 from scripts.benches.menu import run_module
 from scripts.benches.shared.common import (
@@ -164,7 +164,7 @@ def _storm(cast: Cast, options: Options, kinds: list[str], draws: random.Random)
             next_at += draws.expovariate(1.0 / mean_gap)
             name = draws.choices(kinds, weights)[0]
             undo = ExitStack()
-            victims = undo.enter_context(fault(KINDS[name], cast, draws))
+            victims = KINDS[name].begin(cast, draws, undo)
             seconds = draws.uniform(*KINDS[name].seconds)
             lasting.append((now + seconds, undo))
             struck.append(Struck(kind=name, at=now, seconds=seconds, names=tuple(v.name for v in victims)))

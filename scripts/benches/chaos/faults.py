@@ -1,12 +1,12 @@
 """The faults that chaos inflicts on a swarm: which processes each kind hits, and how it ends.
 
-A fault is a context: it is over when it is left. No fault takes the last live peer of a stage.
+A fault is over when its stack is closed. No fault takes the last live peer of a stage.
 """
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -32,12 +32,6 @@ class Kind:
     begin: Callable[[Cast, Random, ExitStack], list[Role]]
 
 
-@contextmanager
-def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
-    with ExitStack() as undo:
-        yield kind.begin(cast, random, undo)
-
-
 def _one(cast: Cast, random: Random, *, peers: bool = True) -> list[Role]:
     candidates = [
         role for role in (cast.peers() if peers else cast.trainers()) if role.alive and _can_spare(cast, role)
@@ -49,15 +43,11 @@ def _can_spare(cast: Cast, role: Role) -> bool:
     return all(sum(other.alive for other in cast.peers(stage)) > 1 for stage in role.stages)
 
 
-def _kill_peer(cast: Cast, random: Random, undo: ExitStack, *, peers: bool = True) -> list[Role]:
+def _kill(cast: Cast, random: Random, undo: ExitStack, *, peers: bool = True) -> list[Role]:
     victims = _one(cast, random, peers=peers)
     for role in victims:
         cast.kill9(role, random.uniform(*DOWN_SECONDS))
     return victims
-
-
-def _kill_trainer(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    return _kill_peer(cast, random, undo, peers=False)
 
 
 def _kill_dht(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
@@ -157,8 +147,8 @@ def _lose(cast: Cast, random: Random, undo: ExitStack, *, replies: bool) -> list
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill-peer": Kind("processes", 4, (0.0, 0.0), _kill_peer),
-    "kill-trainer": Kind("processes", 1, (0.0, 0.0), _kill_trainer),
+    "kill-peer": Kind("processes", 4, (0.0, 0.0), _kill),
+    "kill-trainer": Kind("processes", 1, (0.0, 0.0), partial(_kill, peers=False)),
     "kill-dht": Kind("processes", 1, (0.0, 0.0), _kill_dht),
     "freeze": Kind("processes", 2, (1.0, 15.0), _freeze),
     "restart": Kind("processes", 2, (0.0, 0.0), _restart),
