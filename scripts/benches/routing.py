@@ -13,11 +13,11 @@ from typing import Any
 
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.sides import routing_dht
-from scripts.benches.sides.routing_dht import REPLICAS
+from scripts.benches.sides.routing_dht import REPLICAS, simple_record
 from scripts.benches.simulate.timeline import Timeline
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.types import Block, PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId
 
 NUM_SAMPLES, NUM_CHOICES = 4, 20_000
 SEED = 0  # Of the peers' speeds, of the router's chance, and of when each peer begins
@@ -76,7 +76,7 @@ class _Table:
         self._clock = Timeline()
         self._router = Router(self._clock, random.Random(seed + 1))
         self._seconds = {f"{number:040x}": self._rng.uniform(0.2, 2.0) for number in range(size)}
-        self._records = [_simple_record(peer_id) for peer_id in self._seconds]
+        self._records = list(map(simple_record, self._seconds))
         self._router.update(Block(0), self._records)
 
     def choose(self, count: int) -> float:
@@ -111,10 +111,3 @@ def _table_bytes(size: int, seed: int) -> int:
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-
-
-def _simple_record(peer_id: str) -> PeerRecord:
-    return PeerRecord(
-        peer_id=peer_id, announced_at=0.0, stage=0, endpoint="192.0.2.1:50051", state=PeerState.SERVING,
-        samples_per_second=4.0,
-    )  # fmt: skip

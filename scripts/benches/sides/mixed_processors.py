@@ -56,7 +56,7 @@ class Trainers:
         name = "" if self._config.rounds.synchronous else name
         reference = self._references.get(name) or Reference(self._config, self._data)
         self._references[name] = reference
-        reference.load(tensors_of(anchor, reference.weights))
+        reference.load(buffers.cut(anchor, reference.weights))
         if self._config.rounds.synchronous:
             reference.accumulate_mean(dict.fromkeys(indices, 1))
             return vector_of(reference.take_gradients())
@@ -69,10 +69,6 @@ class Trainers:
 def vector_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     num_elements = sum(tensor.numel() for tensor in tensors.values())
     return buffers.concatenate(tensors, torch.empty(num_elements))
-
-
-def tensors_of(vector: torch.Tensor, like: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    return buffers.cut(vector, like)
 
 
 # -- the other kind of processor ---------------------------------------------------------------------------------------
@@ -220,7 +216,7 @@ class MixedRounds:
     def _compare(self, microbatch: int, here: torch.Tensor, there: torch.Tensor, number: int) -> None:
         """Compare the gradients of one microbatch from the two kinds of processors, and what would have been signed."""
         sketch = Sketch(self._like, str(number))
-        one, other = (sketch.of(tensors_of(each, self._like)) for each in (here, there))
+        one, other = (sketch.of(buffers.cut(each, self._like)) for each in (here, there))
         rounding = share_of_difference(here, there)
         self.num_checked += 1
         self.most_rounding = max(self.most_rounding, rounding)
@@ -231,7 +227,7 @@ class MixedRounds:
         """The members whose contributions are taken, with their targets."""
         length = self.anchor.numel()
         amounts = {name: sum(amount(self.data.samples(i)).targets for i in work) for name, work in self._work.items()}
-        layers = layers_of(buffers.places(tensors_of(self.anchor, self._like), is_tiled=False))
+        layers = layers_of(buffers.places(buffers.cut(self.anchor, self._like), is_tiled=False))
         while True:
             order = self.suspects.in_order(amounts, number)
             ends = np.cumsum([0, *part_sizes(length, [0.0] * len(order), tile=1)])
@@ -258,8 +254,8 @@ class MixedRounds:
 
     def _step(self, number: int, average: torch.Tensor) -> None:
         if self.config.rounds.synchronous:
-            self._main.load(tensors_of(self.anchor, self._like))
-            self._main.put_gradients(tensors_of(average, self._like))
+            self._main.load(buffers.cut(self.anchor, self._like))
+            self._main.put_gradients(buffers.cut(average, self._like))
             self._main.update(number)
             self.anchor.copy_(vector_of(self._main.weights))
         else:

@@ -201,7 +201,7 @@ def records_per_second(size: int) -> Records:
     """Count what a member of a stage of this size does in COUNTED_SECONDS, once all have announced themselves."""
     timeline, ids = Timeline(), [hashlib.sha1(b"%d" % number).hexdigest() for number in range(size)]
     listing = Listing()
-    listing.update([_listed(peer_id) for peer_id in ids])
+    listing.update(list(map(simple_record, ids)))
     num_all, num_first, members = 0, 0, sorted(ids)[min(NUM_HEIRS, size - 1) :: 1 + size // NUM_COUNTED]
 
     async def live(member: str) -> None:
@@ -230,8 +230,11 @@ def records_per_second(size: int) -> Records:
     return Records(all=num_all * per_second, first=num_first * per_second)
 
 
-def _listed(peer_id: str) -> PeerRecord:
-    return PeerRecord(peer_id=peer_id, announced_at=0.0, stage=0, endpoint="192.0.2.1:1", state=PeerState.SERVING)
+def simple_record(peer_id: str) -> PeerRecord:
+    return PeerRecord(
+        peer_id=peer_id, announced_at=0.0, stage=0, endpoint="192.0.2.1:50051", state=PeerState.SERVING,
+        samples_per_second=4.0,
+    )  # fmt: skip
 
 
 def _p2pds() -> list[int]:

@@ -7,7 +7,7 @@ import heapq
 import random
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -81,32 +81,30 @@ class Ours:
         self._router.busy(Block(stage), peer_id, retry_after_seconds)
 
 
-@dataclass(eq=False)
-class _Stage:
-    peers: list[PeerId] = field(default_factory=list)
-    queue: list[tuple[float, float, PeerId]] = field(default_factory=list)
-    """For the SWARM paper's queue: (cumulative expected seconds, tie-break, peer)."""
-
-
 class ByChance:
     """Chooses at random, with equal chances for all peers that can be asked."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
         self._rng = rng
-        self._stages: dict[int, _Stage] = {}
+        self._peers: dict[int, list[PeerId]] = {}
         self._busy_until: dict[PeerId, float] = {}
         self._banned_until: dict[PeerId, float] = {}
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        known = self._stages.setdefault(stage, _Stage())
-        known.peers = [PeerId(record.peer_id) for record in records if record.state is PeerState.SERVING]
-        for peer_id in known.peers:
+        self._peers[stage] = [PeerId(record.peer_id) for record in records if record.state is PeerState.SERVING]
+        for peer_id in self._peers[stage]:
             # Only live peers are listed.
             self._banned_until.pop(peer_id, None)
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        return self._draw(stage, exclude)
+        peers = self._peers[stage]
+        for _ in range(MAX_DRAWS if peers else 0):
+            peer_id = self._rng.choice(peers)
+            if self._can_be_asked(peer_id, exclude):
+                return peer_id
+        left = [peer_id for peer_id in peers if self._can_be_asked(peer_id, exclude)]
+        return self._rng.choice(left) if left else None
 
     def num_asked_around(self, stage: int) -> int:
         return 0
@@ -119,15 +117,6 @@ class ByChance:
 
     def failed(self, stage: int, peer_id: PeerId, *, is_gone: bool) -> None:
         self._banned_until[peer_id] = self._clock.monotonic() + BASE_BAN_SECONDS
-
-    def _draw(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
-        peers = self._stages[stage].peers
-        for _ in range(MAX_DRAWS if peers else 0):
-            peer_id = self._rng.choice(peers)
-            if self._can_be_asked(peer_id, exclude):
-                return peer_id
-        left = [peer_id for peer_id in peers if self._can_be_asked(peer_id, exclude)]
-        return self._rng.choice(left) if left else None
 
     def _can_be_asked(self, peer_id: PeerId, exclude: Collection[PeerId]) -> bool:
         away_until = max(self._busy_until.get(peer_id, 0.0), self._banned_until.get(peer_id, 0.0))
@@ -142,22 +131,23 @@ class SwarmQueue(ByChance):
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         super().__init__(clock, rng)
         self._seconds: defaultdict[PeerId, MovingAverage] = defaultdict(partial(MovingAverage, SMOOTHING))
+        self._queues: dict[int, list[tuple[float, float, PeerId]]] = {}
+        """Of each stage: (cumulative expected seconds, tie-break, peer)."""
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         super().update(stage, records)
-        known = self._stages[stage]
-        present = set(known.peers)
-        known.queue = [entry for entry in known.queue if entry[2] in present]
-        heapq.heapify(known.queue)
-        head = known.queue[0][0] if known.queue else 0.0
-        queued = {entry[2] for entry in known.queue}
+        present = set(self._peers[stage])
+        self._queues[stage] = queue = [entry for entry in self._queues.get(stage, ()) if entry[2] in present]
+        heapq.heapify(queue)
+        head = queue[0][0] if queue else 0.0
+        queued = {entry[2] for entry in queue}
         # Newcomers enter in the directory's order, as the order of a set, and so the draws, would differ by process.
-        for peer_id in known.peers:
+        for peer_id in self._peers[stage]:
             if peer_id not in queued:
-                heapq.heappush(known.queue, (head, self._rng.random(), peer_id))
+                heapq.heappush(queue, (head, self._rng.random(), peer_id))
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        queue, skipped, chosen = self._stages[stage].queue, [], None
+        queue, skipped, chosen = self._queues[stage], [], None
         while queue and chosen is None:
             priority, tie, peer_id = heapq.heappop(queue)
             if self._can_be_asked(peer_id, exclude):
