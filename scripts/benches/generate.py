@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -170,7 +169,7 @@ def _training(options: Options, folder: Path, children: Supervisor) -> dict[str,
 
     def beside_process(number: int) -> float:
         busy = statistics.median(share) if share else 0.1
-        child = children.start(f"busy-{number}", [sys.executable, "-c", _BUSY, str(min(1.0, busy))])
+        child = children.start(f"busy-{number}", proc.busy(min(1.0, busy)))
         try:
             return swarm.tokens_per_second(f"process-{number}", STEPS)
         finally:
@@ -185,17 +184,6 @@ def _training(options: Options, folder: Path, children: Supervisor) -> dict[str,
         "training_tokens_per_second": paired.medians(rates), "cpu_seconds_a_token": cost,
         "cores_for_text": statistics.median(share),
     }  # fmt: skip
-
-
-_BUSY = """
-import sys, time
-share = float(sys.argv[1])
-while True:
-    until = time.perf_counter() + 0.02 * share
-    while time.perf_counter() < until:
-        pass
-    time.sleep(0.02 * (1 - share))
-"""
 
 
 def _cpu_seconds_a_token(swarm: SwarmProcesses, count: int = 200) -> float:

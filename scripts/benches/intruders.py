@@ -7,10 +7,9 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +71,7 @@ def run(options: Options) -> dict[str, Any]:
             "run_id": config.run_id, "token": str(tokens[1]), "num_samples": config.data.microbatch_size,
         }  # fmt: skip
         file = folder / "target.json"
+        write_json(file, target)
         figures: dict[str, Any] = {}
         with asyncio.Runner() as runner:
             honest = runner.run(_connect(config, swarm, tokens[0]))
@@ -80,8 +80,8 @@ def run(options: Options) -> dict[str, Any]:
                 ratios, shares, rates = [], [], []
                 outcomes: Counter[str] = Counter()
                 for _ in range(options.repetitions):
-                    write_json(file, target)
-                    with _beside(children, kind, file) as (tally, used):
+                    tally = folder / f"tally-{time.monotonic_ns()}.json"
+                    with _beside(children, kind, side("intruder", kind, file, tally)) as used:
                         before = wait_for_json(tally, children)
                         rate = runner.run(_rate(honest, options.seconds))
                         shares.append(min(1.0, used() / (options.seconds + WARM_UP_SECONDS)))
@@ -89,8 +89,7 @@ def run(options: Options) -> dict[str, Any]:
                     rates.append((after["calls"] - before["calls"]) / (after["at"] - before["at"]))
                     outcomes.update(after["outcomes"])
                     require_let_in(kind, after["calls"], after["outcomes"])
-                    write_json(file, {**target, "share": shares[-1]})
-                    with _beside(children, "harmless", file):
+                    with _beside(children, "harmless", proc.busy(shares[-1])):
                         ratios.append(rate / runner.run(_rate(honest, options.seconds)))
                 figures[kind] = {
                     "honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares),
@@ -117,16 +116,14 @@ def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> No
 
 
 @contextmanager
-def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[tuple[Path, Callable[[], float]]]:
-    """The other process beside the honest traffic: the file in which an intruder counts its calls, and a function that
-    gives the processor seconds that the process has used."""
-    name = f"{kind}-{time.monotonic_ns()}"
-    tally = file.with_name(f"{name}.json")
-    child = children.start(name, side("intruder", kind, file, tally))
+def _beside(children: Supervisor, name: str, command: Sequence[str]) -> Iterator[Callable[[], float]]:
+    """Run another process beside the honest traffic. Yields a function that gives the processor seconds that it has
+    used."""
+    child = children.start(f"{name}-{time.monotonic_ns()}", command)
     # The imports of the process do not belong to the measurement.
     time.sleep(4.0)
     began = proc.cpu_seconds(child.pid)
-    yield tally, lambda: proc.cpu_seconds(child.pid) - began
+    yield lambda: proc.cpu_seconds(child.pid) - began
     fail_on_exit(children)
     children.kill9(child)
 

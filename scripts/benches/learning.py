@@ -9,7 +9,6 @@ tokens, over the time that `plain` needs for it.
 import dataclasses
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +16,8 @@ from typing import Any, Literal
 from peers.commands import command_line
 from peers.local.supervisor import last_line
 from scripts.benches.shared.common import (
-    POLL_SECONDS,
     BenchOptions,
+    ended,
     require_distinct,
     require_multiple,
     run_of,
@@ -32,7 +31,7 @@ from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides.reference import HeldOut
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import RoundsConfig, RunConfig, Setting, StagesConfig
-from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.errors import DeadlineExceeded
 from swarm.types import Block
 
 SETTINGS: tuple[Setting, ...] = ("synchronous", "diloco")
@@ -121,11 +120,7 @@ def _plain(config: RunConfig, tokens: int) -> list[Point]:
     with workplace("learning") as (folder, children):
         write_config(config, folder / "run.toml")
         command = side("plain_training", folder / "run.toml", PEERS_A_STAGE, num_rounds(config, tokens), POINTS)
-        child = children.start("plain", command)
-        while not (ended := children.exits()):
-            time.sleep(POLL_SECONDS)
-        if ended[0].returncode:
-            raise PeerUnavailable(f"plain training failed: {ended[0].reason}")
+        (child,) = ended(children, {"plain training": command}, 1)
         return [(int(tokens), seconds, loss) for tokens, seconds, loss in json.loads(last_line(child.log))]
 
 

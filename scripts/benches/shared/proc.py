@@ -6,6 +6,7 @@ Unless a docstring says otherwise, the functions raise OSError for a process tha
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -118,6 +119,22 @@ def _ticks(pid: int) -> list[int]:
     process's name, which comes before them, may contain any character."""
     fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return [int(field) for field in fields[11:15]]
+
+
+def busy(share: float) -> list[str]:
+    """The command of a process that uses this share of one core until it is killed."""
+    return [sys.executable, "-c", _BUSY, str(share)]
+
+
+_BUSY = """
+import sys, time
+share = float(sys.argv[1])
+while True:
+    until = time.perf_counter() + 0.02 * share
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.02 * (1 - share))
+"""
 
 
 SAY_ABOVE = 0.1  # If other processes use more than this share of the cores' time, a line says so

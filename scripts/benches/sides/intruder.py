@@ -1,4 +1,4 @@
-"""A process that misuses a peer as fast as it can, or one that only computes, for the bench `intruders`.
+"""A process that misuses a peer as fast as it can, for the bench `intruders`.
 
 FILE has the target, TALLY gets how many calls were begun and how those ended that have.
 """
@@ -117,21 +117,9 @@ def _name_of(error: Exception) -> str:
     return "InternalError" if error.details() == "Internal error from Core" else error.code().name
 
 
-def compute(share: float) -> None:
-    while True:
-        began = time.perf_counter()
-        while time.perf_counter() - began < 0.02 * share:
-            pass
-        time.sleep(0.02 * (1.0 - share))
-
-
 def main(kind: str, file: Path, tally: Path) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    target = json.loads(file.read_text(encoding="utf-8"))
-    if kind == "harmless":
-        compute(target["share"])
-    else:
-        asyncio.run(intrude(target, kind, tally))
+    asyncio.run(intrude(json.loads(file.read_text(encoding="utf-8")), kind, tally))
 
 
 async def intrude(target: dict[str, Any], kind: str, tally: Path) -> None:
