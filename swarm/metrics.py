@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from swarm.machine.json_file import LineFile
@@ -182,9 +181,7 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     @property
@@ -192,10 +189,7 @@ class MetricsLog:
         return "figures" if self._file.is_complete else "some figures, and others are lost,"
 
     def step(self, metrics: StepMetrics) -> None:
-        values = {name: _finite(value) for name, value in metrics.named().items()}
-        self._append(values)
-        for reporter in self._reporters:
-            reporter.log(values, step=metrics.step)
+        self._report(metrics.step, metrics.named())
 
     def go_back(self, step: int) -> None:
         """Forget the figures of later steps, because training goes on from this one and takes them again."""
@@ -210,14 +204,16 @@ class MetricsLog:
 
     def evaluation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
         """Append the losses on held-out text at a step, as a line of their own; with several datasets, also of each."""
-        named: dict[str, Value] = {"val/loss": loss, **_by_source(by_source)}
-        values = {"step": step, **{name: _finite(value) for name, value in named.items()}}
-        self._append(values)
-        for reporter in self._reporters:
-            reporter.log(values, step=step)
+        self._report(step, {"step": step, "val/loss": loss, **_by_source(by_source)})
 
     def event(self, step: int, text: str) -> None:
         self._append({"step": step, "event": text})
+
+    def _report(self, step: int, figures: Mapping[str, Value]) -> None:
+        values = {name: _finite(value) for name, value in figures.items()}
+        self._append(values)
+        for reporter in self._reporters:
+            reporter.log(values, step=step)
 
     def _append(self, values: Mapping[str, Value]) -> None:
         self._file.append(json.dumps(values, allow_nan=False))
