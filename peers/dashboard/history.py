@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from peers.dashboard.rounds import Contributions, Rounds, by_peer
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
-from swarm.machine.disk import put_in_place
+from swarm.machine.disk import replacing
 from swarm.machine.words import counted
 from swarm.types import Block
 
@@ -287,10 +287,9 @@ class HistoryFile:
 
     def write(self, history: History) -> None:
         """Replace the file. If that fails (the disk is full, say), the former file stays, and the log says so once."""
-        temporary = self._path.with_suffix(".tmp")
         try:
-            temporary.write_bytes(self._type.dump_json(history))
-            put_in_place(temporary, self._path)
+            with replacing(self._path) as temporary:
+                temporary.write_bytes(self._type.dump_json(history))
         except OSError as error:
             if not self._is_failing:
                 logger.error("the history is not written to %s: %s", self._path, error.strerror or error)

@@ -18,6 +18,7 @@ from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.interchange import weights
 from swarm.interchange.source import Source
 from swarm.interchange.weights import SEGMENT_BYTES, Index, Weights
+from swarm.machine import tensor_file
 from swarm.machine.waits import Waits
 from swarm.rpc.transfers import Arriving
 
@@ -126,7 +127,7 @@ class WeightsCache:
         pieces = list[Piece]()
         for name, tensor in tensors.items():
             for number, sha256 in enumerate(index.entries[name].sha256):
-                segment = weights.bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
+                segment = tensor_file.bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
                 pieces.append(Piece(sha256=sha256, max_bytes=len(segment), keep=partial(self._take, segment)))
         await self._fetcher.fetch(pieces, arriving)
         return tensors

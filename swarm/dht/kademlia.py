@@ -32,7 +32,7 @@ from swarm.dht.launcher import Daemon, launch_daemon
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.machine.disk import put_in_place
+from swarm.machine.disk import replacing
 from swarm.machine.waits import patiently
 
 logger = logging.getLogger(__name__)
@@ -247,14 +247,13 @@ def require_key_file(path: Path) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     # hivemind makes the file private only after it has written the key, so the umask does it from the start.
     mask = os.umask(0o077)
     try:
-        P2P.generate_identity(str(temporary))
+        with replacing(path) as temporary:
+            P2P.generate_identity(str(temporary))
     finally:
         os.umask(mask)
-    put_in_place(temporary, path)
 
 
 # -- bounds on what others may do to it --------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ are in a folder like this one, which may lack some files, or in a model's folder
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from swarm.errors import IntegrityError
 from swarm.machine import json_file, tensor_file
-from swarm.machine.disk import put_in_place
+from swarm.machine.disk import replacing
 
 INDEX = "index.json"
 SEGMENT_BYTES = 4 << 20
@@ -166,7 +165,7 @@ class Weights:
             return None
         name, number = here[0]
         ((_, tensor),) = self.read({name})
-        return bytes(bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES])
+        return bytes(tensor_file.bytes_of(tensor)[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES])
 
 
 def part_of(name: str) -> str:
@@ -200,12 +199,14 @@ def write(folder: Path, parts: Iterable[tuple[str, Mapping[str, Tensor]]]) -> In
 
 def write_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
     """Write the file of one part, whole or not at all. Blocks. Raises OSError."""
-    _put(folder / f"{part}.safetensors", lambda path: tensor_file.write(path, tensors))
+    with replacing(folder / f"{part}.safetensors") as path:
+        tensor_file.write(path, tensors)
 
 
 def write_index(folder: Path, index: Index) -> None:
     """Write the index beside its parts. Blocks. Raises OSError."""
-    _put(folder / INDEX, lambda path: path.write_bytes(index.content))
+    with replacing(folder / INDEX) as path:
+        path.write_bytes(index.content)
 
 
 def open_folder(folder: Path) -> Weights:
@@ -237,7 +238,7 @@ def describe(name: str, tensor: Tensor) -> TensorEntry:
 
 def digests_of(tensor: Tensor, segments: slice = slice(None)) -> tuple[str, ...]:
     """The digest of each segment of a tensor, or of some of them: SHA-256 in hexadecimal."""
-    content = bytes_of(tensor)
+    content = tensor_file.bytes_of(tensor)
     starts = range(0, len(content), SEGMENT_BYTES)[segments]
     return tuple(hashlib.sha256(content[start : start + SEGMENT_BYTES]).hexdigest() for start in starts)
 
@@ -255,19 +256,5 @@ def empty(entry: TensorEntry) -> Tensor:
     return torch.empty(entry.shape, dtype=entry.torch_dtype)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes: a view of its memory, if it is contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _path(folder: Path, name: str) -> Path:
     return folder / f"{part_of(name)}.safetensors"
-
-
-def _put(path: Path, write_to: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_to(temporary)
-        put_in_place(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -31,13 +31,24 @@ def put_in_place(temporary: Path, path: Path) -> None:
     sync(path.parent)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the block a path at which to write a file, which then replaces any file at `path`. If the block fails,
+    nothing is left of it. Blocks. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        put_in_place(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read, whole or not at all, and make its folder. Blocks. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with replacing(path) as temporary, open(os.open(temporary, flags, 0o600), "w") as file:
         file.write(text)
-    put_in_place(temporary, path)
 
 
 def require_new(path: Path) -> None:

@@ -63,7 +63,7 @@ class Stream:
     def add(self, tensor: Tensor) -> None:
         """Write the next tensor, which is on the CPU. Blocks. Raises OSError."""
         assert tensor.dtype is float32
-        self._file.write(_bytes_of(tensor.detach().contiguous()))
+        self._file.write(bytes_of(tensor.detach()))
 
     def keys(self) -> Collection[str]:
         return self._shapes.keys()
@@ -72,7 +72,7 @@ class Stream:
         """Read a tensor again, once all are written. Blocks. Raises OSError."""
         tensor = empty(self._shapes[name])
         self._file.seek(self._begin + self._places[name][0])
-        self._file.readinto(_bytes_of(tensor))
+        self._file.readinto(bytes_of(tensor))
         return tensor
 
     def close(self, metadata: Mapping[str, str]) -> None:
@@ -96,5 +96,6 @@ class Stream:
         return json.dumps({"__metadata__": dict(metadata), **entries}, separators=(",", ":")).encode()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(uint8).numpy().data
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes: a view of its memory, if it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(uint8).numpy().data

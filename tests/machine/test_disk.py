@@ -1,4 +1,4 @@
-"""Folders that are made whole or not at all."""
+"""Files and folders that are made whole or not at all."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.machine.disk import whole_folder
+from swarm.machine.disk import whole_folder, write_private
 
 
 def _fill(path: Path) -> None:
@@ -49,6 +49,13 @@ def test_a_block_that_fails_leaves_nothing(is_there: bool, tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert _files(tmp_path) == ["out"] * is_there
+
+
+def test_a_private_file_that_does_not_get_its_place_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "key").mkdir()
+    with pytest.raises(OSError, match="key"):
+        write_private(tmp_path / "key", "secret")
+    assert _files(tmp_path) == ["key"]
 
 
 @pytest.mark.parametrize("is_there", [True, False])
