@@ -123,7 +123,7 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
         return None
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:
         raise ValueError(f"the chat template in {folder} is no text of at most {MAX_TEMPLATE_BYTES >> 20} MiB")
-    tokens = {name: _token(special_tokens.get(name)) for name in _SPECIAL_TOKENS}
+    tokens = {name: tokenizer_files.token_text(special_tokens.get(name)) for name in _SPECIAL_TOKENS}
     return ChatTemplate(template, {name: token for name, token in tokens.items() if token is not None}, now=now)
 
 
@@ -149,8 +149,3 @@ def _text(path: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"cannot read {path}: {reason}") from None
-
-
-def _token(value: Any) -> str | None:
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None

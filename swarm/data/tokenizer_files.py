@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from swarm.config.data import CLASS
 from swarm.data import hub
@@ -131,6 +132,12 @@ def _paths(folder: Path) -> dict[str, Path]:
     if sum(file.stat().st_size for file in here.values()) > MOST_BYTES:
         raise ValueError(f"the tokenizer in {folder} has more than {MOST_BYTES >> 20} MiB")
     return here
+
+
+def token_text(token: Any) -> str | None:
+    """The text of a token, which tokenizer_config.json gives alone or with options; None if it names none."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def is_at(folder: Path, digest: str) -> bool:

@@ -21,6 +21,7 @@ from swarm.config import DataConfig, ModelConfig
 from swarm.config.data import CLASS, Format
 from swarm.data import tokenizer_files
 from swarm.data.own_tokenizer import OwnTokenizer
+from swarm.data.tokenizer_files import token_text
 from swarm.errors import CorpusMismatch, in_one_line
 from swarm.machine import json_file
 from swarm.training.samples import TokenIds, token_dtype
@@ -114,7 +115,7 @@ class JsonTokenizer:
         # This may be more than the number of entries, because a vocabulary may leave ids out.
         self.vocab_size = 1 + max(vocabulary.values())
         self._dtype = token_dtype(self.vocab_size)
-        names = (_content((about or {}).get("eos_token")), *_END_OF_TEXT)
+        names = (token_text((about or {}).get("eos_token")) or "", *_END_OF_TEXT)
         ids = (self._tokenizer.token_to_id(name) for name in names)
         self.end = next((token for token in ids if token is not None), None)
         self.prefix = self._find_prefix()
@@ -133,8 +134,8 @@ class JsonTokenizer:
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         added = list[str]()
         for wanted, entry in entries:
-            content = _content(entry)
-            if not content or content in known or content == _content(about.get("pad_token")):
+            content = token_text(entry)
+            if not content or content in known or content == token_text(about.get("pad_token")):
                 continue
             options = entry if isinstance(entry, dict) else {}
             flags = {name: bool(options.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized")}
@@ -200,12 +201,6 @@ class JsonTokenizer:
         if all(letter in BYTES_OF_LETTERS for letter in written):
             return bytes(BYTES_OF_LETTERS[letter] for letter in written)
         return written.encode()
-
-
-def _content(token: Any) -> str:
-    """The text of a token, which tokenizer_config.json gives alone or with options; empty if it names none."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else ""
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer | OwnTokenizer
@@ -304,9 +299,8 @@ def end_tokens(
         path = folder / "generation_config.json"
         ends = json_file.read_object(path, is_optional=True).get("eos_token_id")
         numbers.update(token_numbers(ends, f"{path}: eos_token_id"))
-        token = json_file.read_object(folder / "tokenizer_config.json", is_optional=True).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str) and len(ids := tokenizer.encode(token)) == 1:
+        about = json_file.read_object(folder / "tokenizer_config.json", is_optional=True)
+        if (token := token_text(about.get("eos_token"))) and len(ids := tokenizer.encode(token)) == 1:
             named.update(ids.tolist())
     if tokenizer.end is not None:
         named.add(tokenizer.end)
