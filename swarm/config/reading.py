@@ -194,27 +194,22 @@ Difference = tuple[Any, Any]
 
 def forbidden_changes(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
     """The differences that make the checkpoint one of another run, by field."""
-    return {name: pair for name, pair in _changes(checkpoint, run).items() if not _may_change(name, run)}
+    return _changes(checkpoint, run, are_allowed=False)
 
 
 def allowed_changes(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
     """All differences that are not forbidden, by field."""
-    return {name: pair for name, pair in _changes(checkpoint, run).items() if _may_change(name, run)}
+    return _changes(checkpoint, run, are_allowed=True)
 
 
-def _changes(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
+def _changes(checkpoint: RunConfig, run: RunConfig, *, are_allowed: bool) -> dict[str, Difference]:
     # Values that [outer] leaves out, and `auto`, are replaced by what they stand for, because earlier releases wrote
     # the actual values.
     whole = (
         dataclasses.replace(each, outer=each.outer_step, optimizer=each.gradient_step) for each in (checkpoint, run)
     )
-    differing = differences(*whole)
-    return {name: pair for name, pair in differing.items() if _rule(name, run) is not None}
-
-
-def _may_change(name: str, run: RunConfig) -> bool:
-    rule = _rule(name, run)
-    return rule is not None and rule(run)
+    found = {name: (pair, _rule(name, run)) for name, pair in differences(*whole).items()}
+    return {name: pair for name, (pair, rule) in found.items() if rule is not None and rule(run) is are_allowed}
 
 
 def _rule(name: str, run: RunConfig) -> Callable[[RunConfig], bool] | None:
