@@ -134,7 +134,7 @@ class Line(Protocol):
     async def close(self) -> None: ...
 
 
-async def first_of(*work: Coroutine[Any, Any, None]) -> None:
+async def first_of(*work: Coroutine[Any, Any, object]) -> None:
     """Run all until the first one ends, then cancel the others. An error counts as an end, and is not raised."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:

@@ -55,8 +55,8 @@ async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds:
 class _Target:
     endpoint: str
     port: int
-    addresses: tuple[str, ...]
-    """The one address of its host to dial; empty if none may be dialled."""
+    address: str | None
+    """The address of its host to dial; None if none may be dialled."""
     is_observed: bool
     """Whether the call came from the address to dial, or from this machine."""
     has_way: bool
@@ -64,7 +64,7 @@ class _Target:
 
     @property
     def is_strange(self) -> bool:
-        return bool(self.addresses) and not self.is_observed
+        return self.address is not None and not self.is_observed
 
 
 @dataclass(eq=False)
@@ -114,8 +114,8 @@ class DialBack:
                     _reached(grpc_targets, lambda host, port: self._is_peer(host, port, request.peer_id)),
                     _reached(near, is_node),
                 )
-                hosts = {target.addresses for target in proved}
-                far = [target for target in dht_targets if target not in near and target.addresses in hosts]
+                hosts = {target.address for target in proved}
+                far = [target for target in dht_targets if target not in near and target.address in hosts]
                 nodes += await _reached(far, is_node)
         if any(target.is_strange for target in set(grpc_targets) - set(proved)):
             # The caller must not learn how soon a port of another machine refuses.
@@ -129,9 +129,9 @@ class DialBack:
 
     async def _target(self, host: str, port: int, observed: str) -> _Target:
         host = host or observed
-        found = [address for address in await self._addresses(host) if may_be_dialled(address, observed)][:1]
-        is_observed = found == [observed] or ipaddress.ip_address(observed).is_loopback
-        return _Target(endpoint_of(host, port), port, tuple(found), is_observed, not found or _has_way(found[0]))
+        address = next((each for each in await self._addresses(host) if may_be_dialled(each, observed)), None)
+        is_observed = address == observed or ipaddress.ip_address(observed).is_loopback
+        return _Target(endpoint_of(host, port), port, address, is_observed, address is None or _has_way(address))
 
     async def _addresses(self, host: str) -> list[str]:
         if (ip := plain_ip_of(host)) is not None:
@@ -156,14 +156,14 @@ async def _reached(targets: Iterable[_Target], answers: Any) -> list[_Target]:
     """The targets for which `answers(host, port)` is true, in their order."""
 
     async def is_reached(target: _Target) -> bool:
-        for address in target.addresses:
-            try:
-                async with asyncio.timeout(DIAL_SECONDS):
-                    if await answers(address, target.port):
-                        return True
-            except (OSError, TimeoutError) as error:
-                logger.debug("%s port %d does not answer: %r", address, target.port, error)
-        return False
+        if target.address is None:
+            return False
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                return bool(await answers(target.address, target.port))
+        except (OSError, TimeoutError) as error:
+            logger.debug("%s port %d does not answer: %r", target.address, target.port, error)
+            return False
 
     targets = list(targets)
     found = await asyncio.gather(*map(is_reached, targets))

@@ -84,7 +84,7 @@ class _OwnLine:
     async def carry(self, stream: TcpStream) -> None:
         reader, writer = stream
         try:
-            await first_of(self._send(reader), self._receive(writer), _ended(self._answer))
+            await first_of(self._send(reader), self._receive(writer), self._answer.gone.wait())
         finally:
             writer.close()
             await self.close()
@@ -126,11 +126,35 @@ class MeetingPoint(MeetingServiceServicer):
         return await self._dial_back.answer(request, context)
 
     async def Wait(self, _: Any, context: Any) -> None:  # type: ignore[override]
-        await self._wait(context)
+        with self._places.taken(token_or_address_of(context)):
+            challenge = secrets.token_bytes(32)
+            await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
+            proof = (await _read(context, "proof", FIRST_SECONDS)).proof
+            _require_same_run(proof.run_id, self._run_id)
+            peer_id, waiter = self._proved(proof, challenge), _Waiter(context, proof.run_id)
+            # The peer has proved its key, so a waiter under its id is this peer too, over a connection that it has
+            # lost.
+            self._waiting[peer_id] = waiter
+            try:
+                beat: pb.Beat | None = pb.Beat()
+                while beat is not None:
+                    await waiter.say(pb.WaitReply(beat=pb.Beat()))
+                    beat = await receive(context, SILENCE_SECONDS)
+            finally:
+                if self._waiting.get(peer_id) is waiter:
+                    del self._waiting[peer_id]
 
     async def Connect(self, _: Any, context: Any) -> None:  # type: ignore[override]
         first = await _read(context, "to", FIRST_SECONDS)
-        await self._connect(first, token_or_address_of(context), context)
+        caller = token_or_address_of(context)
+        async with self._wanted(first, caller) as answer:
+            for end in (answer.context, context):
+                await send(end, pb.Carried(data=b""), FIRST_SECONDS)
+            await first_of(
+                self._pass_on(caller, context, answer.context),
+                self._pass_on(caller, answer.context, context),
+                answer.gone.wait(),
+            )
 
     async def Take(self, _: Any, context: Any) -> None:  # type: ignore[override]
         first = await _read(context, "token", FIRST_SECONDS)
@@ -152,25 +176,6 @@ class MeetingPoint(MeetingServiceServicer):
             answer.released.set()
             raise
         return _OwnLine(answer)
-
-    async def _wait(self, context: Any) -> None:
-        with self._places.taken(token_or_address_of(context)):
-            challenge = secrets.token_bytes(32)
-            await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
-            proof = (await _read(context, "proof", FIRST_SECONDS)).proof
-            _require_same_run(proof.run_id, self._run_id)
-            peer_id, waiter = self._proved(proof, challenge), _Waiter(context, proof.run_id)
-            # The peer has proved its key, so a waiter under its id is this peer too, over a connection that it has
-            # lost.
-            self._waiting[peer_id] = waiter
-            try:
-                beat: pb.Beat | None = pb.Beat()
-                while beat is not None:
-                    await waiter.say(pb.WaitReply(beat=pb.Beat()))
-                    beat = await receive(context, SILENCE_SECONDS)
-            finally:
-                if self._waiting.get(peer_id) is waiter:
-                    del self._waiting[peer_id]
 
     def _proved(self, proof: pb.WaitProof, challenge: bytes) -> PeerId:
         try:
@@ -229,16 +234,6 @@ class MeetingPoint(MeetingServiceServicer):
             finally:
                 answer.released.set()
 
-    async def _connect(self, first: pb.Carried, caller: Caller, context: Any) -> None:
-        async with self._wanted(first, caller) as answer:
-            for end in (answer.context, context):
-                await send(end, pb.Carried(data=b""), FIRST_SECONDS)
-            await first_of(
-                self._pass_on(caller, context, answer.context),
-                self._pass_on(caller, answer.context, context),
-                _ended(answer),
-            )
-
     async def _pass_on(self, caller: Caller, source: Any, target: Any) -> None:
         while (piece := await receive(source, IDLE_SECONDS)) is not None:
             if piece.WhichOneof("message") != "data" or len(piece.data) > PIECE_BYTES:
@@ -254,7 +249,7 @@ class MeetingPoint(MeetingServiceServicer):
                 reply = pb.MeetReply(observed=endpoint_of(*address), local=local if is_near else "", secret=secret)
                 await send(end, reply, FIRST_SECONDS)
             # The routers of both peers keep the ports for as long as these calls are open.
-            await first_of(asyncio.sleep(MEET_SECONDS), _ended(answer))
+            await first_of(asyncio.sleep(MEET_SECONDS), answer.gone.wait())
 
 
 def signed_bytes(meeting_point: PeerId, peer_id: PeerId, challenge: bytes) -> bytes:
@@ -267,10 +262,6 @@ def _require_same_run(named: str, served: str) -> None:
     """Raise WrongRun if a message names another run than the one that is served; either may be empty, for any run."""
     if named and served and named != served:
         raise WrongRun(f"run {named[:80]!r} is not {served!r}, which is served here")
-
-
-async def _ended(answer: _Answer) -> None:
-    await answer.gone.wait()
 
 
 async def _read(context: Any, kind: str, seconds: float) -> Any:
