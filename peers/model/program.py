@@ -33,7 +33,7 @@ from swarm.data.path_router import path_names
 from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.interchange import adapter, origin, run_folder
 from swarm.interchange.adapter import export_adapter
-from swarm.interchange.export import Origin, Target, export_model
+from swarm.interchange.export import Origin, export_model
 from swarm.interchange.families.known import family_of
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
@@ -146,9 +146,8 @@ def _export(
             _say(f"{adapter.CONFIG} does not name the model: --base would, with its folder or its name on the hub")
         _say_exported(shown, found, files, "peft.PeftModel.from_pretrained(model, {})")
         return
-    target = Target(dtype=dtype, tokenizer=options.tokenizer)
     with naming_options(options):
-        files = export_model(found, options.output, target)
+        files = export_model(found, options.output, dtype=dtype, tokenizer=options.tokenizer)
     _say_exported(shown, found, files, "transformers.AutoModelForCausalLM.from_pretrained({})")
     if (tokenizer := options.tokenizer or "").startswith(CLASS):
         print(f"  tokenizer: {tokenizer} is code, and is not in this folder: name it with --tokenizer, or import it")

@@ -29,6 +29,8 @@ from swarm.machine.disk import whole_folder
 
 Load = Callable[[set[str]], Mapping[str, Tensor]]
 """Gives some parameters by their names. Blocks. Raises IntegrityError if they cannot be read."""
+SHARD_BYTES = 2 << 30
+"""The largest size of a file of weights, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,33 +70,26 @@ class Origin:
     base_dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """How an export is to be written.
+def export_model(
+    origin: Origin, output: Path, *, dtype: torch.dtype | None = None, tokenizer: str | None = None
+) -> list[Path]:
+    """Write the folder, and return its files. Blocks, and has one shard in memory.
 
-    Attributes:
+    Args:
         dtype: the type in which to store weights; None leaves them as they are, and the sum of a model and its adapters
             in the model's type.
         tokenizer: names the tokenizer, if it is not where the origin says.
-        shard_bytes: the largest size of a file of weights, unless a single tensor is larger. One file is in memory.
+
+    Raises:
+        ValueError: no architecture of transformers computes this model, the output exists, or there is no tokenizer.
+        IntegrityError: the weights cannot be read.
+        OSError: the folder cannot be written.
     """
-
-    dtype: torch.dtype | None = None
-    tokenizer: str | None = None
-    shard_bytes: int = 2 << 30
-
-
-def export_model(origin: Origin, output: Path, target: Target | None = None) -> list[Path]:
-    """Write the folder, and return its files. Blocks, and has one shard in memory. Raises ValueError if no architecture
-    of transformers computes this model, the output exists, or there is no tokenizer, IntegrityError if the weights
-    cannot be read, and OSError if the folder cannot be written."""
-    target = target or Target()
     with whole_folder(output) as folder:
         family = family_of(origin.config.model)
-        spec = trusted(target.tokenizer, origin.tokenizer)
-        tokenizer = _write_tokenizer(origin.config, spec, folder)
-        tokens = special_token_keys(_with_ends(origin.config, folder, tokenizer))
-        dtype = _write_weights(origin, family, folder, target)
+        spec = trusted(tokenizer, origin.tokenizer)
+        tokens = special_token_keys(_with_ends(origin.config, folder, _write_tokenizer(origin.config, spec, folder)))
+        dtype = _write_weights(origin, family, folder, dtype)
         json_file.write_object(folder / "config.json", _config(origin.config, family, dtype) | tokens)
         if not (folder / GENERATION).exists():
             json_file.write_object(folder / GENERATION, {"_from_model_config": True, **tokens})
@@ -102,9 +97,9 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
     return sorted(output.iterdir())
 
 
-def _write_weights(origin: Origin, family: Family, folder: Path, target: Target) -> torch.dtype:
+def _write_weights(origin: Origin, family: Family, folder: Path, wanted: torch.dtype | None) -> torch.dtype:
     shards, total_bytes, dtype = list[dict[str, Path]](), 0, torch.float32
-    for shard in _shards(origin, family, target):
+    for shard in _shards(origin, family, wanted or origin.base_dtype):
         path = folder / f"shard-{len(shards)}.tmp"
         tensor_file.write(path, shard, {"format": "pt"})
         shards.append(dict.fromkeys(shard, path))
@@ -121,15 +116,15 @@ def _write_weights(origin: Origin, family: Family, folder: Path, target: Target)
     return dtype
 
 
-def _shards(origin: Origin, family: Family, target: Target) -> Iterator[dict[str, Tensor]]:
+def _shards(origin: Origin, family: Family, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
     model = origin.config.model
     shard: dict[str, Tensor] = {}
     num_bytes = 0
     own, shapes = parameter_shapes(model), parameter_shapes(family.with_biases(model))
     zeros = {name: shape for name, shape in shapes.items() if name not in own}
     for rule in family.tensors(model, shapes):
-        tensor = _theirs(rule, origin, zeros, target.dtype or origin.base_dtype)
-        if shard and num_bytes + tensor.nbytes > target.shard_bytes:
+        tensor = _theirs(rule, origin, zeros, dtype)
+        if shard and num_bytes + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, num_bytes = {}, 0
         shard[rule.theirs] = tensor

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.config.reading import load_preset
+from swarm.interchange import export
 from swarm.interchange.export import Card, Origin, export_model
 from swarm.interchange.families.known import family_of, read_config
 from swarm.interchange.source import Source
@@ -61,7 +62,10 @@ def test_what_comes_in_goes_out_bit_by_bit(name: str, dtype: torch.dtype, tmp_pa
 
 
 @torch.no_grad()
-def test_a_gpt2_without_biases_is_exported_with_zeros_for_them(tmp_path: Path) -> None:
+def test_a_gpt2_without_biases_is_exported_with_zeros_for_them_in_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SHARD_BYTES", 1 << 20)
     model = load_preset("shakespeare-cpu").model
     config = RunConfig(model=model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
     ours, tokens_BT = build_stage(config, 0, device="cpu"), make_tokens() % model.vocab_size
@@ -69,7 +73,8 @@ def test_a_gpt2_without_biases_is_exported_with_zeros_for_them(tmp_path: Path) -
     origin = Origin(
         config=config, load=lambda names: {name: weights[name] for name in names}, card=CARD, tokenizer="bytes"
     )
-    export_model(origin, tmp_path / "out")
+    files = export_model(origin, tmp_path / "out")
+    assert sum(file.suffix == ".safetensors" for file in files) > 2
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert (loaded.eval()(tokens_BT).logits - ours(tokens_BT, dropout_key=None)).abs().max() < 1e-4
