@@ -157,17 +157,16 @@ class Callers:
     """Counts what each caller uses of this peer now: calls, and kept bytes."""
 
     def __init__(
-        self, clock: Clock | None = None, *, max_calls: int = MAX_CALLS, max_bytes: int = MAX_KEPT_BYTES,
-        max_training_bytes: int = MAX_KEPT_BYTES,
-    ) -> None:  # fmt: skip
-        """`max_bytes` is the most bytes kept for the calls of one caller, those for its microbatches left out.
-        `max_training_bytes` is the most bytes kept for the microbatches of one caller."""
+        self, clock: Clock | None = None, *, max_calls: int = MAX_CALLS, max_bytes: int = MAX_KEPT_BYTES
+    ) -> None:
+        """`max_bytes` is the most bytes kept for the microbatches of one caller, unless that is changed, and the most
+        kept for its other calls."""
         self.num_begun = 0
         """How many calls have begun, of all callers."""
         self.calls = Quota("calls", each=max_calls)
         self.kept = {
-            is_training: Quota("bytes", each=most, retry_seconds=KEPT_RETRY_SECONDS)
-            for is_training, most in ((True, max_training_bytes), (False, max_bytes))
+            is_training: Quota("bytes", each=max_bytes, retry_seconds=KEPT_RETRY_SECONDS)
+            for is_training in (True, False)
         }
         """Bytes kept for each caller: for its microbatches (True), and for its other calls (False)."""
         self._begun = Quota("calls in a second", each=BURST_CALLS, per_second=CALLS_PER_SECOND, clock=clock)

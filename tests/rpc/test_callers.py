@@ -115,7 +115,8 @@ def test_no_number_of_callers_fills_the_memory() -> None:
 
 def test_microbatches_have_room_of_their_own() -> None:
     """Slots bound the number of microbatches, but nothing bounds that of other calls, so they are counted apart."""
-    callers = Callers(max_bytes=100, max_training_bytes=1000)
+    callers = Callers(max_bytes=100)
+    callers.kept[True].each = 1000
     callers.keep(ONE, 600, training=True)
     callers.keep(ONE, 60)
     callers.keep(ONE, 400, training=True)

@@ -160,7 +160,7 @@ async def test_a_block_that_stops_ends_its_calls_after_a_while() -> None:
 
 
 async def test_the_caller_is_the_peer_itself_of_which_no_bytes_are_counted() -> None:
-    callers, found = Callers(max_bytes=1, max_training_bytes=1), list[Caller]()
+    callers, found = Callers(max_bytes=1), list[Caller]()
 
     async def read(_: Any, context: Any) -> None:
         assert is_local(context)
