@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from swarm.credentials.authority import Authority, bearer_of
 from swarm.credentials.certificates import peer_id_of
 from swarm.dht import keys
-from swarm.dht.records import Envelope, open_record, signed_by, verify
+from swarm.dht.records import Envelope, open_record, verify
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SteadyTime
 from swarm.rpc.callers import Caller, Quota
@@ -151,7 +151,7 @@ class KnownRecords(Generic[Record]):
             if subkey in self._known and expiration <= self._known[subkey][1]:
                 continue
             try:
-                record = open_record(self._model, self.key, subkey, value, expiration, now, self._authority)
+                record, signer = open_record(self._model, self.key, subkey, value, expiration, now, self._authority)
                 _require_own(record, subkey)
                 if not keys.takes(self.key, subkey):
                     raise IntegrityError(f"{subkey} announces itself under {self.key}, which is for other ids")
@@ -160,7 +160,7 @@ class KnownRecords(Generic[Record]):
             except (IntegrityError, MalformedMessage, NotAllowed) as error:
                 logger.debug("left out: %s", error)
                 continue
-            signer = signed_by(value) if self._authority is not None else ""
+            signer = "" if self._authority is None else signer
             owner = bearer_of(signer) if signer else None
             if self._quota.take(subkey, owner, len(value), expiration, now):
                 self._known[subkey] = (record, expiration, signer)

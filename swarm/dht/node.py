@@ -34,7 +34,8 @@ After that it assumes that the others have left for ever, and that its own recor
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 """The shortest and the longest wait before p2pd is started again. The wait doubles each time. It is the shortest again
 after p2pd has run for MAX_RESTART_SECONDS."""
-START_SECONDS = 30.0
+OPEN_SECONDS, START_SECONDS = 60.0, 30.0
+"""Longest wait until the first p2pd is in the DHT, and until a later one is."""
 STOP_SECONDS = 2.0
 RECONNECTS_AT_ONCE = 4
 MAX_REMEMBERED = 64
@@ -71,12 +72,12 @@ class DhtNode:
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """As RecordStore.store does; False only if all nodes that answered refused the record."""
-        return await self._call(lambda dht: dht.store(key, subkey, value, expiration), CALL_SECONDS)
+        return await self._call(lambda dht: dht.store(key, subkey, value, expiration))
 
-    async def get(self, key: str, *, partly: bool = False, timeout_seconds: float = CALL_SECONDS) -> Found:
+    async def get(self, key: str, *, partly: bool = False) -> Found:
         """As RecordStore.get does. With `partly` only one of the nodes that keep the key is asked, a different one each
         time."""
-        found, is_doubtful = await self._call(partial(self._read, key, partly), timeout_seconds)
+        found, is_doubtful = await self._call(partial(self._read, key, partly))
         if is_doubtful:
             raise NoOtherNode(found)
         return found
@@ -138,14 +139,14 @@ class DhtNode:
 
     # -- calls from any loop -------------------------------------------------------------------------------------------
 
-    async def _call(self, call: Callable[["Kademlia"], Coroutine[Any, Any, Result]], timeout_seconds: float) -> Result:
+    async def _call(self, call: Callable[["Kademlia"], Coroutine[Any, Any, Result]]) -> Result:
         if not self._thread.is_open:
             raise PeerUnavailable("this peer has left the DHT")
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(CALL_SECONDS):
                 return await self._thread.run_async(self._while_alive(call))
         except TimeoutError:
-            raise PeerUnavailable(f"the DHT did not answer within {timeout_seconds:.0f} s") from None
+            raise PeerUnavailable(f"the DHT did not answer within {CALL_SECONDS:.0f} s") from None
 
     async def _while_alive(self, call: Callable[["Kademlia"], Coroutine[Any, Any, Result]]) -> Result:
         # Without p2pd, hivemind would wait for each neighbour in turn, and then return no records.
@@ -221,7 +222,6 @@ class DhtNode:
 def start(
     *, clock: Clock, initial_peers: Sequence[str] = (), host: str = "", port: int = 0,
     announce: Sequence[tuple[str, int]] = (), identity_path: Path | None = None, client_mode: bool = False,
-    timeout_seconds: float = 60.0,
 ) -> DhtNode:  # fmt: skip
     """Start a node and join the others. This process is not forked, so gRPC and threads may be running already.
 
@@ -247,10 +247,10 @@ def start(
 
     async def open_node() -> DhtNode:
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(OPEN_SECONDS):
                 first = await launcher.launch(nodes, client_mode=client_mode, must_join=True)
         except TimeoutError:
-            raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
+            raise PeerUnavailable(f"the DHT node was not ready within {OPEN_SECONDS:.0f} s: try again") from None
         return DhtNode(thread, first, launcher, nodes)
 
     try:

@@ -69,16 +69,12 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
     return envelope
 
 
-def signed_by(record: bytes) -> str:
-    """The certificates in a record that `open_record` has accepted: the signer's, and in a locked run the token's."""
-    return Envelope.model_validate_json(record).certificate_pem
-
-
 def open_record(
     model: type[Model], key: str, subkey: str, record: bytes, expiration: float, now: float,
     authority: Authority | None = None,
-) -> Model:  # fmt: skip
-    """Verify a record found under `key` and `subkey`, and read its payload.
+) -> tuple[Model, str]:  # fmt: skip
+    """Verify a record found under `key` and `subkey`. Returns its payload, and the certificates in it: the signer's,
+    and in a locked run the token's.
 
     Raises what `verify` does, MalformedMessage if the payload breaks the schema, and IntegrityError if it is from
     another key.
@@ -87,7 +83,7 @@ def open_record(
     if envelope.key != key:
         raise IntegrityError(f"a record of {subkey} under {key} was signed for {envelope.key}")
     try:
-        return model.model_validate_json(envelope.payload)
+        return model.model_validate_json(envelope.payload), envelope.certificate_pem
     except ValidationError as error:
         raise MalformedMessage(f"a record of {subkey} under {key}: {_first_fault(error)}") from None
 

@@ -97,15 +97,16 @@ def _thread_states(pid: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:
+async def test_a_call_has_a_deadline(start: Start, first: DhtNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start(first.addresses())
     p2pd = p2pd_of(node)
     p2pd.suspend()
     # The threads of p2pd stop one by one, when each is scheduled.
     while any(status != "T" for status in _thread_states(p2pd.pid)):  # noqa: ASYNC110 - nothing tells when
         await asyncio.sleep(0.01)
+    monkeypatch.setattr(dht_node, "CALL_SECONDS", 0.3)
     with pytest.raises(PeerUnavailable, match="did not answer within 0 s"):
-        await node.get("notes", timeout_seconds=0.3)
+        await node.get("notes")
     node.shutdown()
 
 

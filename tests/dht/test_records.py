@@ -31,7 +31,7 @@ def _changed(**fields: str) -> bytes:
 
 
 def _open(key: str = "key", subkey: str = OWNER.peer_id, value: bytes = SEALED, expiration: float = EXPIRATION) -> Note:
-    return open_record(Note, key, subkey, value, expiration, NOW)
+    return open_record(Note, key, subkey, value, expiration, NOW)[0]
 
 
 def test_a_sealed_record_opens() -> None:
@@ -90,7 +90,7 @@ STAGE, TRAINERS = "run.0123.stage.1", "run.0123.trainers"
 
 def _read(signer: identity.Identity, key: str = STAGE, *, value: bytes | None = None) -> Note:
     sealed = seal(signer, key, Note(text="hello"), THEN + 60) if value is None else value
-    return open_record(Note, key, signer.peer_id, sealed, THEN + 60, THEN, locked.OWNER.authority)
+    return open_record(Note, key, signer.peer_id, sealed, THEN + 60, THEN, locked.OWNER.authority)[0]
 
 
 def test_members_speak_where_they_may() -> None:
