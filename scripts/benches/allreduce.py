@@ -202,13 +202,13 @@ def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
     }
 
 
-def until_sent(total_bytes: int, children: Supervisor, *, timeout_seconds: float = HALF_SECONDS) -> None:
+def until_sent(total_bytes: int, children: Supervisor) -> None:
     """Wait until the loopback's byte count reaches this number. Raises PeerUnavailable and DeadlineExceeded."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + HALF_SECONDS
     while (missing := total_bytes - loopback_bytes()) > 0:
         fail_on_exit(children)
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"of half a round {missing:,} bytes are missing after {timeout_seconds:.0f} s")
+            raise DeadlineExceeded(f"of half a round {missing:,} bytes are missing after {HALF_SECONDS:.0f} s")
         time.sleep(POLL_SECONDS)
 
 

@@ -210,11 +210,10 @@ def ended(children: Supervisor, commands: Mapping[str, Sequence[str]], jobs: int
         time.sleep(POLL_SECONDS)
 
 
-def fail_on_exit(children: Supervisor, *, but: str = "") -> None:
-    """Raise PeerUnavailable if a child has ended by itself; `but` names a child that may end."""
+def fail_on_exit(children: Supervisor) -> None:
+    """Raise PeerUnavailable if a child has ended by itself."""
     for end in children.exits():
-        if end.name != but:
-            raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+        raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
 
 
 def put(path: Path, text: str) -> None:

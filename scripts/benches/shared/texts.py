@@ -38,23 +38,16 @@ _PAGES_OF = (
 )  # fmt: skip
 
 
-Kinds = Mapping[str, Callable[[], Iterable[str]]]
-"""By the name of each kind, what finds its texts."""
-
-
-def of_each_kind(
-    num_characters: int, kinds: Kinds | None = None
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:  # fmt: skip
+def of_each_kind(num_characters: int) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """The texts to train on, and those that are held out, of each kind. All kinds have as many characters.
 
     Args:
         num_characters: how many characters of each kind are wanted. If one has fewer, all get as many as it has.
-        kinds: left out, the four of this file.
 
     Raises:
         ValueError: there is hardly any text of a kind.
     """
-    found = {kind: _shuffled(texts(), num_characters) for kind, texts in (kinds or _KINDS).items()}
+    found = {kind: _shuffled(texts(), num_characters) for kind, texts in _KINDS.items()}
     sizes = {kind: sum(map(len, texts)) for kind, texts in found.items()}
     least = min(sizes.values())
     if least < LONGEST / _HELD_OUT:
@@ -117,4 +110,4 @@ def _english() -> Iterator[str]:
         yield (package.read_text("METADATA") or "").partition("\n\n")[2]
 
 
-_KINDS: Kinds = {"python": _python, "c": _c, "html": _html, "english": _english}
+_KINDS: Mapping[str, Callable[[], Iterable[str]]] = {"python": _python, "c": _c, "html": _html, "english": _english}
