@@ -46,7 +46,7 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    tables = {size: _Table(size, SEED) for size in options.sizes}
+    tables = {size: _Table(size) for size in options.sizes}
     seconds: dict[int, list[float]] = {size: [] for size in options.sizes}
     updates: dict[int, list[float]] = {size: [] for size in options.sizes}
     for table in tables.values():
@@ -64,18 +64,18 @@ def run(options: Options) -> dict[str, Any]:
         "update_microseconds_per_peer": {
             str(size): 1e6 * statistics.median(values) for size, values in updates.items()
         },
-        "table_bytes_per_peer": {str(size): _table_bytes(size, SEED) / size for size in options.sizes},
+        "table_bytes_per_peer": {str(size): _table_bytes(size) / size for size in options.sizes},
         **routing_dht.measure(options.dht_sizes, seconds=options.dht_seconds, seed=SEED),
     }
 
 
 class _Table:
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self._rng = random.Random(seed)
+        rng = random.Random(SEED)
         self._clock = Timeline()
-        self._router = Router(self._clock, random.Random(seed + 1))
-        self._seconds = {f"{number:040x}": self._rng.uniform(0.2, 2.0) for number in range(size)}
+        self._router = Router(self._clock, random.Random(SEED + 1))
+        self._seconds = {f"{number:040x}": rng.uniform(0.2, 2.0) for number in range(size)}
         self._records = list(map(simple_record, self._seconds))
         self._router.update(Block(0), self._records)
 
@@ -103,10 +103,10 @@ class _Table:
         return time.process_time() - began
 
 
-def _table_bytes(size: int, seed: int) -> int:
+def _table_bytes(size: int) -> int:
     tracemalloc.start()
     try:
-        table = _Table(size, seed)
+        table = _Table(size)
         table.choose(size)
         return tracemalloc.get_traced_memory()[0]
     finally:

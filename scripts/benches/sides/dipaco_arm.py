@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -114,6 +114,7 @@ class PathSwarm:
 
     @property
     def bytes_per_peer(self) -> float:
+        """What a peer has sent and received in averages so far."""
         return sum(holder.num_bytes for row in self._holders.values() for holder in row) / len(self.peers)
 
     @property
@@ -240,18 +241,6 @@ class HeldOut:
         return {name: loss / num_targets[name] for name, loss in summed.items()}
 
 
-class Training(Protocol):
-    @property
-    def bytes_per_peer(self) -> float:
-        """What a peer has sent and received in averages so far."""
-        ...
-
-    @property
-    def weights_of_paths(self) -> Sequence[Mapping[str, torch.Tensor]]: ...
-
-    async def train_round(self, number: int) -> None: ...
-
-
 class Alone:
     """One process that takes all inner steps of all peers of a round, one after another."""
 
@@ -276,7 +265,7 @@ class Alone:
             self._reference.update_with(self._optimizer, step * batch)
 
 
-async def train(training: Training, config: RunConfig, held_out: HeldOut, rounds: int) -> dict[str, Any]:
+async def train(training: PathSwarm | Alone, config: RunConfig, held_out: HeldOut, rounds: int) -> dict[str, Any]:
     """Train so many rounds, and return the arm's figures."""
     started_at, curve = time.perf_counter(), list[tuple[int, float]]()
     losses = dict[str, float]()
@@ -299,7 +288,7 @@ def main(path: Path, held_out: Path, router: str, num_peers: int, rounds: int) -
     config, data = with_corpus(configs.load(path), path.parent / "corpora")
     sequences: list[tuple[str, str]] = json.loads(held_out.read_text(encoding="utf-8"))
     chooser = path_router.read(Path(router)) if router else None
-    training: Training = PathSwarm(config, data, num_peers) if num_peers else Alone(config, data)
+    training = PathSwarm(config, data, num_peers) if num_peers else Alone(config, data)
     measured = HeldOut(config, held_out_texts(config, sequences, chooser))
     figures = asyncio.run(train(training, config, measured, rounds))
     if chooser is not None:

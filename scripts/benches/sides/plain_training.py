@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -18,13 +17,6 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.training import optim
 from swarm.training.optimizers import gradient_optimizer
-
-
-class Training(Protocol):
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]: ...
-
-    def step(self, number: int) -> float: ...
 
 
 class PlainDiloco:
@@ -71,7 +63,7 @@ class PlainDiloco:
 
 
 def train(
-    training: Training, config: RunConfig, rounds: int, points: int,
+    training: Reference | PlainDiloco, config: RunConfig, rounds: int, points: int,
     measure: Callable[[Mapping[str, torch.Tensor]], float],
 ) -> list[tuple[int, float, float]]:  # fmt: skip
     """Train this many rounds, and measure the loss at this many points. Only training counts as time."""
@@ -91,5 +83,5 @@ def main(path: Path, num_workers: int, rounds: int, points: int) -> None:
     compute_like_peers(torch.get_num_threads())
     config, data = with_corpus(configs.load(path))
     synchronous = config.rounds.synchronous
-    training: Training = Reference(config, data) if synchronous else PlainDiloco(config, data, num_workers)
+    training = Reference(config, data) if synchronous else PlainDiloco(config, data, num_workers)
     print(json.dumps(train(training, config, rounds, points, HeldOut(config, data).loss)))

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from swarm.machine.clock import Clock
 from swarm.routing.bans import BASE_BAN_SECONDS
@@ -17,6 +16,7 @@ from swarm.routing.router import Router
 from swarm.routing.throughput import MovingAverage, Observation
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 
+NUM_SAMPLES = 4  # Of a microbatch
 SMOOTHING = 0.1
 """Weight of the newest observation in the SWARM paper's moving average, which is corrected for its start as in the
 paper's published code."""
@@ -34,24 +34,6 @@ class Answer(Observation):
     further downstream."""
 
 
-class Chooser(Protocol):
-    """Chooses peers for one sender, by what this sender knows of all stages."""
-
-    def update(self, stage: int, records: Sequence[PeerRecord]) -> None: ...
-
-    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None: ...
-
-    def num_asked_around(self, stage: int) -> int: ...  # How many peers may leave a microbatch to each other
-
-    def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None: ...
-
-    def busy(self, stage: int, peer_id: PeerId, retry_after_seconds: float) -> None: ...
-
-    def failed(
-        self, stage: int, peer_id: PeerId, *, is_gone: bool
-    ) -> None: ...  # `is_gone`: nothing listened at its address
-
-
 class Ours:
     """Chooses with the real router, swarm.routing."""
 
@@ -64,14 +46,16 @@ class Ours:
         for record in self._router.unreachable(Block(stage)):
             self._router.answered(Block(stage), PeerId(record.peer_id))
 
-    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        record = self._router.choose(Block(stage), num_samples, exclude=exclude)
+    def choose(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
+        record = self._router.choose(Block(stage), NUM_SAMPLES, exclude=exclude)
         return None if record is None else PeerId(record.peer_id)
 
     def num_asked_around(self, stage: int) -> int:
+        """How many peers may leave a microbatch to each other."""
         return self._router.num_peers(Block(stage))
 
     def failed(self, stage: int, peer_id: PeerId, *, is_gone: bool) -> None:
+        """`is_gone` says whether nothing listened at the peer's address."""
         self._router.failed(Block(stage), peer_id, is_gone=is_gone, is_unreachable=True)
 
     def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None:
@@ -97,7 +81,7 @@ class ByChance:
             # Only live peers are listed.
             self._banned_until.pop(peer_id, None)
 
-    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+    def choose(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
         peers = self._peers[stage]
         for _ in range(MAX_DRAWS if peers else 0):
             peer_id = self._rng.choice(peers)
@@ -146,13 +130,13 @@ class SwarmQueue(ByChance):
             if peer_id not in queued:
                 heapq.heappush(queue, (head, self._rng.random(), peer_id))
 
-    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+    def choose(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
         queue, skipped, chosen = self._queues[stage], [], None
         while queue and chosen is None:
             priority, tie, peer_id = heapq.heappop(queue)
             if self._can_be_asked(peer_id, exclude):
                 chosen = peer_id
-                priority += self._seconds[peer_id].value or UNKNOWN_SECONDS * num_samples
+                priority += self._seconds[peer_id].value or UNKNOWN_SECONDS * NUM_SAMPLES
             skipped.append((priority, tie, peer_id))
         for entry in skipped:
             heapq.heappush(queue, entry)
@@ -160,3 +144,7 @@ class SwarmQueue(ByChance):
 
     def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None:
         self._seconds[peer_id].observe(answer.call_seconds)
+
+
+Chooser = Ours | ByChance
+"""Chooses peers for one sender, by what this sender knows of all stages."""

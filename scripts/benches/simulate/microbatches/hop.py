@@ -7,7 +7,7 @@ microbatch whose peer failed is computed again further downstream as well, and n
 from collections.abc import Callable
 from functools import partial
 
-from scripts.benches.simulate.microbatches.choosers import Answer
+from scripts.benches.simulate.microbatches.choosers import NUM_SAMPLES, Answer
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPeer, SimulatedPipeline, View
 from swarm.errors import Overloaded
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
@@ -16,9 +16,8 @@ from swarm.types import PeerId
 NOTICE_SECONDS = 1.0  # The time from a peer's death until the senders of its microbatches know of it
 
 
-def train(pipeline: SimulatedPipeline, view: View, then: Callable[[int], object]) -> None:
-    """Send a microbatch through all stages. `then` is called with the number of peers of the first stage that were
-    busy."""
+def train(pipeline: SimulatedPipeline, view: View, then: Callable[[], object]) -> None:
+    """Send a microbatch through all stages. `then` is called once it is back."""
     _Hop(pipeline, view, 0, None, then).attempt()
 
 
@@ -27,7 +26,7 @@ class _Hop:
 
     def __init__(
         self, pipeline: SimulatedPipeline, view: View, stage: int, origin: SimulatedPeer | None,
-        then: Callable[[int], object],
+        then: Callable[[], object],
     ) -> None:  # fmt: skip
         self.pipeline = pipeline
         self.timeline = pipeline.timeline
@@ -35,7 +34,6 @@ class _Hop:
         self.stage = stage
         self.origin = origin
         self._then = then
-        self._num_busy = 0
         self._num_sent_on = 0
         self._excluded: dict[PeerId, float] = {}  # Until when each peer that was busy or failed is left alone
 
@@ -48,7 +46,7 @@ class _Hop:
             return
         now = self.timeline.monotonic()
         self._excluded = {peer: until for peer, until in self._excluded.items() if until > now}
-        peer_id = self.view.chooser.choose(self.stage, self.pipeline.num_samples, self._excluded.keys())
+        peer_id = self.view.chooser.choose(self.stage, self._excluded.keys())
         if peer_id is None:
             waits = min([HopLimits.retry_seconds, *(until - now for until in self._excluded.values())])
             self.timeline.after(max(waits, SHORTEST_WAIT_SECONDS), self.attempt)
@@ -72,7 +70,7 @@ class _Hop:
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
         if self._is_abandoned:
             return
-        self.pipeline.rerouted()
+        self.pipeline.num_reroutes += 1
         self.view.chooser.failed(self.stage, peer_id, is_gone=is_gone)
         self._excluded[peer_id] = self.timeline.monotonic() + PAUSE_SECONDS
         self.attempt()
@@ -81,10 +79,8 @@ class _Hop:
         """Call another peer because this one is busy, or leaves the microbatch to others."""
         if has_others:
             self._num_sent_on += 1
-        else:
-            self._num_busy += 1
-            if self.origin is not None:
-                self.origin.stalls(self)
+        elif self.origin is not None:
+            self.origin.stalls(self)
         self.view.chooser.busy(self.stage, peer_id, retry_after_seconds)
         self._excluded[peer_id] = self.timeline.monotonic() + retry_after_seconds
         self.attempt()
@@ -99,7 +95,7 @@ class _Hop:
         if num_credits:
             self.view.credits.add(peer_id)
         self.view.chooser.succeeded(self.stage, peer_id, answer)
-        self._then(self._num_busy)
+        self._then()
 
 
 class _Call:
@@ -156,7 +152,7 @@ class _Call:
         returned = partial(self._returned, self._timeline.monotonic())
         _Hop(pipeline, view, self._hop.stage + 1, self._peer, returned).attempt()
 
-    def _returned(self, handed_on_at: float, _: int) -> None:
+    def _returned(self, handed_on_at: float) -> None:
         self._downstream_seconds = self._timeline.monotonic() - handed_on_at
         self._peer.end(self._age, self._done)
 
@@ -177,7 +173,7 @@ class _Call:
     def _answered(self, queue_length: int, num_credits: int) -> None:
         self._peer.waits_no_more(self)
         answer = Answer(
-            num_samples=self._hop.pipeline.num_samples, busy_seconds=self._busy_seconds, queue_length=queue_length,
+            num_samples=NUM_SAMPLES, busy_seconds=self._busy_seconds, queue_length=queue_length,
             link_seconds=2 * self._one_way,
             call_seconds=self._timeline.monotonic() - self._sent_at - self._downstream_seconds,
         )  # fmt: skip

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from scripts.benches.simulate.microbatches.choosers import Chooser
+from scripts.benches.simulate.microbatches.choosers import NUM_SAMPLES, Chooser
 from scripts.benches.simulate.microbatches.directory import Directory
 from scripts.benches.simulate.timeline import Timeline
 from swarm.routing.throughput import MovingAverage
-from swarm.stage.admission import SlotCount, Slots
+from swarm.stage.admission import LARGEST_NUM_SLOTS, SlotCount, Slots
 from swarm.stage.runtime import Priority, TaskQueue
 from swarm.types import PeerId, PeerRecord, PeerState
 
 QUEUE_CAPACITY = 1024
 BACKWARD_SHARE = 2 / 3  # The share of a microbatch's computing that its backward takes
+JITTER = 0.1  # By which share a single computation takes longer or shorter at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,6 @@ class Machine:
     stage: int
     busy_seconds: float  # How long the peer computes for one microbatch, forward and backward
     link_seconds: float  # The round-trip time to any other peer, half of it each way
-    jitter: float = 0.1  # By which share a single computation takes longer or shorter at most
 
 
 class Waiting(Protocol):
@@ -34,17 +34,13 @@ class Waiting(Protocol):
 class SimulatedPeer:
     """A machine from its start to its death; when it comes back, there is another SimulatedPeer."""
 
-    def __init__(
-        self, machine: Machine, timeline: Timeline, rng: random.Random, *, num_samples: int, max_in_flight: int,
-        largest_in_flight: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, machine: Machine, timeline: Timeline, rng: random.Random, *, max_in_flight: int) -> None:
         self.machine = machine
         self.is_gone = False
         self._timeline = timeline
         self._rng = rng
-        self._num_samples = num_samples
         self._queue = TaskQueue(QUEUE_CAPACITY)
-        self._slot_count = SlotCount(max_in_flight, largest_in_flight, lambda: self.queue_length)
+        self._slot_count = SlotCount(max_in_flight, LARGEST_NUM_SLOTS, lambda: self.queue_length)
         self._slots = Slots(self._slot_count, timeline)
         self._seconds_per_sample = MovingAverage(0.1)
         self._is_running = False
@@ -91,7 +87,7 @@ class SimulatedPeer:
 
     def admit(self, caller: str, *, has_others: bool = False) -> None:
         """Take a slot for a caller's microbatch. Raises Overloaded if there is none."""
-        seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
+        seconds = (self._seconds_per_sample.value or 0.0) * NUM_SAMPLES
         idle = self._slot_count.lacks_work and not self._stalled
         self._slots.take(caller, busy_seconds=seconds, idle=idle, has_others=has_others)
 
@@ -123,10 +119,10 @@ class SimulatedPeer:
         self._submit(Priority.FORWARD, self._num_begun - 1, self.machine.busy_seconds, then)
 
     def measured(self, busy_seconds: float) -> None:
-        self._seconds_per_sample.observe(busy_seconds / self._num_samples)
+        self._seconds_per_sample.observe(busy_seconds / NUM_SAMPLES)
 
     def _submit(self, priority: Priority, age: int, seconds: float, then: Callable[[float], None]) -> None:
-        seconds *= 1.0 + self.machine.jitter * self._rng.uniform(-1.0, 1.0)
+        seconds *= 1.0 + JITTER * self._rng.uniform(-1.0, 1.0)
         self._queue.push(partial(self._run, seconds, then), priority=priority, age=age)
         if not self._is_running:
             self._next()
@@ -165,26 +161,20 @@ class SimulatedPipeline:
     microbatch began with chooses at all stages, as SWARM's trainers do."""
 
     def __init__(
-        self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int,
-        largest_in_flight: int = 0, make_view: Callable[[Machine], View] | None = None,
-    ) -> None:  # fmt: skip
+        self, timeline: Timeline, rng: random.Random, *, num_stages: int, make_view: Callable[[Machine], View] | None
+    ) -> None:
         self.timeline = timeline
         self.num_stages = num_stages
-        self.num_samples = num_samples
         self.peers: dict[PeerId, SimulatedPeer] = {}
         self.num_reroutes = 0
         self._rng = rng
-        self._max_in_flight = max_in_flight
-        self._largest_in_flight = largest_in_flight
         self._make_view = make_view
         self._views: dict[PeerId, View] = {}  # The views of the peers that hand microbatches on
         self._directory = Directory(timeline, num_stages)
 
     def start(self, machine: Machine) -> None:
-        self.peers[machine.peer_id] = SimulatedPeer(
-            machine, self.timeline, self._rng, num_samples=self.num_samples, max_in_flight=self._max_in_flight,
-            largest_in_flight=self._largest_in_flight,
-        )  # fmt: skip
+        peer = SimulatedPeer(machine, self.timeline, self._rng, max_in_flight=self.num_stages + 2)
+        self.peers[machine.peer_id] = peer
         if self._make_view is not None and machine.stage + 1 < self.num_stages:
             self._views[machine.peer_id] = view = self._make_view(machine)
             self._read({view: range(machine.stage + 1, machine.stage + 2)})
@@ -215,6 +205,3 @@ class SimulatedPipeline:
 
     def view_of(self, peer: SimulatedPeer, began_with: View) -> View:
         return self._views.get(peer.peer_id, began_with)
-
-    def rerouted(self) -> None:
-        self.num_reroutes += 1

@@ -19,7 +19,6 @@ from scripts.benches.simulate.microbatches.hop import train
 from scripts.benches.simulate.microbatches.pipeline import Machine, SimulatedPipeline, View
 from scripts.benches.simulate.timeline import Timeline
 from swarm.machine.clock import Clock
-from swarm.stage.admission import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 
 CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
@@ -32,7 +31,6 @@ SAMPLING = {"ours"}
 """The ways by which a sender knows a sample of a large stage. With the others it knows all peers."""
 VIEWS_PER_STAGE = 250
 """If a stage has more peers than this, several of them share one view, since memory has no room for more views."""
-NUM_SAMPLES = 4
 USUAL_SECONDS = 1.0  # How long a typical peer computes for a microbatch
 SPREAD = 0.5
 """Standard deviation of the logarithm of a peer's computing time: one in six is 1.6 times slower than usual or more,
@@ -112,15 +110,14 @@ class _Load:
     """Trainers that keep a fixed number of microbatches in flight, and how long these took."""
 
     pipeline: SimulatedPipeline
-    measures_from: float
     latencies: list[float] = field(default_factory=list)
 
     def send(self, view: View) -> None:
         train(self.pipeline, view, partial(self._came_back, view, self.pipeline.timeline.monotonic()))
 
-    def _came_back(self, view: View, sent_at: float, _: int) -> None:
+    def _came_back(self, view: View, sent_at: float) -> None:
         now = self.pipeline.timeline.monotonic()
-        if now >= self.measures_from:
+        if now >= WARM_UP_SECONDS:
             self.latencies.append(now - sent_at)
         self.send(view)
 
@@ -135,10 +132,7 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
         return View(CHOOSERS[name](timeline, random.Random(f"{seed} {who}")), who, knows_all=name not in SAMPLING)
 
     hands_on = None if name in CHOSEN_BY_TRAINERS else _view_maker(make_view, size // num_stages)
-    pipeline = SimulatedPipeline(
-        timeline, chance, num_stages=num_stages, num_samples=NUM_SAMPLES, max_in_flight=num_stages + 2,
-        largest_in_flight=LARGEST_NUM_SLOTS, make_view=hands_on,
-    )  # fmt: skip
+    pipeline = SimulatedPipeline(timeline, chance, num_stages=num_stages, make_view=hands_on)
     machines = [_machine(world, number, number % num_stages) for number in range(size)]
     for machine in machines:
         pipeline.start(machine)
@@ -149,25 +143,25 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
     end = WARM_UP_SECONDS + seconds
     for machine in machines:
         _let_fail(pipeline, machine, failure_percent / 100 / ITERATION_SECONDS, end, random.Random(world.random()))
-    capacity = Capacity(pipeline, WARM_UP_SECONDS, end)
+    capacity = Capacity(pipeline, end)
 
     def read_directory() -> None:
         pipeline.announce(views)
         timeline.after(DIRECTORY_SECONDS, read_directory)
 
     read_directory()
-    load = _Load(pipeline, WARM_UP_SECONDS)
+    load = _Load(pipeline)
     # Two microbatches for each peer keep all peers busy, with a few waiting: each microbatch keeps one busy.
     for number in range(2 * size):
         timeline.after(world.random() * 2 * num_stages * USUAL_SECONDS, partial(load.send, views[number % len(views)]))
     timeline.run(WARM_UP_SECONDS)
     num_reroutes = pipeline.num_reroutes
     timeline.run(end)
-    if len(load.latencies) < 2 or not capacity.microbatches():
+    if len(load.latencies) < 2 or not capacity.microbatches:
         raise ValueError(f"{size} peers have done next to nothing in {seconds:.0f} s: --failure-percent is too high")
     quantiles = statistics.quantiles(load.latencies, n=100)
     return {
-        "percent_of_capacity": 100.0 * len(load.latencies) / capacity.microbatches(), "p50_seconds": quantiles[49],
+        "percent_of_capacity": 100.0 * len(load.latencies) / capacity.microbatches, "p50_seconds": quantiles[49],
         "p99_seconds": quantiles[98], "num_reroutes": pipeline.num_reroutes - num_reroutes,
     }  # fmt: skip
 
@@ -209,14 +203,11 @@ class Capacity:
     """How much the pipeline could compute. At every moment its weakest stage is the limit, which is read once a
     second."""
 
-    def __init__(self, pipeline: SimulatedPipeline, since: float, until: float) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, until: float) -> None:
         self._pipeline = pipeline
         self._until = until
-        self._total = 0.0
-        pipeline.timeline.at(since, self._read)
-
-    def microbatches(self) -> float:
-        return self._total
+        self.microbatches = 0.0
+        pipeline.timeline.at(WARM_UP_SECONDS, self._read)
 
     def _read(self) -> None:
         left = self._until - self._pipeline.timeline.monotonic()
@@ -225,5 +216,5 @@ class Capacity:
         rates = [0.0] * self._pipeline.num_stages
         for peer in self._pipeline.peers.values():
             rates[peer.machine.stage] += 1.0 / peer.machine.busy_seconds
-        self._total += min(rates) * min(1.0, left)
+        self.microbatches += min(rates) * min(1.0, left)
         self._pipeline.timeline.after(1.0, self._read)
