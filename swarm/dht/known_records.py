@@ -75,9 +75,6 @@ class KeyQuota:
         self._records = Quota("records", MAX_KEY_RECORDS, each=MAX_OWNER_RECORDS)
         self._bytes = Quota("bytes of records", MAX_KEY_BYTES, each=MAX_OWNER_BYTES)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     @property
     def num_bytes(self) -> int:
         """The size of all counted records. Expired ones count until they are dropped."""
@@ -138,9 +135,6 @@ class KnownRecords(Generic[Record]):
         certificates."""
         self._quota = KeyQuota()
         """Bounds the number of records, because a node of the DHT may answer with any number of made-up ones."""
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     async def read(self, *, partly: bool = False) -> list[Record]:
         """Read the key again. Returns all records that are valid now, of any protocol. Raises
