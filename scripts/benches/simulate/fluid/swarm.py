@@ -7,7 +7,7 @@ them while they download, one does not.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from operator import truediv
 
@@ -45,16 +45,16 @@ class Kept:
 class FluidSwarm:
     """Which peers serve which stages, in the order in which they came, and how much work that has amounted to so far.
 
-    `capacity` is a peer's throughput at one stage, 1 if it has none there, and `best` gives what peers with these
-    capacities can do at most. `line` is what a peer's line carries, without bounds if it has none there.
+    `best` gives what some peers can do at most. `capacity` is a peer's throughput at one stage, 1 if it has none there,
+    and `line` what each peer's line carries, as a multiple of its capacity.
     """
 
     timeline: Timeline
     num_stages: int
     download_seconds: float
+    best: Callable[[Collection[int]], float]
     capacity: dict[int, float] = field(default_factory=dict)
-    line: dict[int, float] = field(default_factory=dict)
-    best: Callable[[Sequence[float]], float] | None = None
+    line: float = math.inf
     paths: Paths = field(default_factory=dict)  # Those through its stages, which are blocks; empty: one through all
     span_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     peers: list[dict[int, None]] = field(default_factory=list)
@@ -87,8 +87,8 @@ class FluidSwarm:
 
     def rate(self, peer: int, num_stages: int) -> float:
         """What a peer adds to each of so many stages."""
-        carries = math.inf if num_stages == self.num_stages else self.line.get(peer, math.inf)
-        return min(carries, self.capacity.get(peer, 1.0) / num_stages)
+        carries = math.inf if num_stages == self.num_stages else self.line
+        return self.capacity.get(peer, 1.0) * min(carries, 1.0 / num_stages)
 
     def kept(self) -> Kept:
         self._count()
@@ -154,10 +154,5 @@ class FluidSwarm:
         now = self.timeline.monotonic()
         seconds, self._counted_until = now - self._counted_until, now
         self._done += seconds * min(map(truediv, self.throughput, self.shares))
-        self._best += seconds * self._best_of(self._ready)
-        self._best_of_present += seconds * self._best_of(self.present)
-
-    def _best_of(self, peers: set[int]) -> float:
-        if self.best is None:
-            return len(peers) // self.num_stages
-        return self.best([self.capacity.get(peer, 1.0) for peer in peers])
+        self._best += seconds * self.best(self._ready)
+        self._best_of_present += seconds * self.best(self.present)

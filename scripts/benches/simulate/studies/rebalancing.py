@@ -132,8 +132,9 @@ def _one(
 ) -> _Outcome:
     timeline = Timeline()
     shares = options.shares
-    best = (lambda peers: _best(shares, len(peers))) if options.variants else None
-    swarm = FluidSwarm(timeline, len(shares), DOWNLOAD_SECONDS, paths=options.paths, best=best)
+    swarm = FluidSwarm(
+        timeline, len(shares), DOWNLOAD_SECONDS, lambda peers: _best(shares, len(peers)), paths=options.paths
+    )
     rule = make(swarm, random.Random(seed))
 
     def come(peer: int) -> None:

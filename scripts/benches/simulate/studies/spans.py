@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -98,13 +98,10 @@ class _World:
     def __init__(self, options: Options, room: int, line: float, seed: int) -> None:
         rng = random.Random(seed)
         self._timeline = Timeline()
-        self._capacities = [CAPACITIES[number % 3] for number in range(options.num_peers)]
-        self._line = line
-        self._best = partial(best_throughput, (1.0,) * options.num_stages, room, line=line)
+        self._room = room
         self._swarm = FluidSwarm(
-            self._timeline, options.num_stages, DOWNLOAD_SECONDS, capacity=dict(enumerate(self._capacities)),
-            line={peer: line * capacity for peer, capacity in enumerate(self._capacities)},
-            best=lambda capacities: self._best(tuple(sorted(capacities))),
+            self._timeline, options.num_stages, DOWNLOAD_SECONDS, self._best, line=line,
+            capacity={number: CAPACITIES[number % 3] for number in range(options.num_peers)},
         )  # fmt: skip
         self._rule = OwnRule(self._swarm, rng, room=room)
         for place, peer in enumerate(rng.sample(range(options.num_peers), options.num_peers)):
@@ -112,9 +109,8 @@ class _World:
         self._timeline.run(SETTLED_SECONDS)
 
     def join(self) -> None:
-        peer = len(self._capacities)
+        peer = len(self._swarm.capacity)
         self._swarm.capacity[peer] = CAPACITIES[1]
-        self._swarm.line[peer] = self._line * CAPACITIES[1]
         self._come(peer)
 
     def kill(self, number: int) -> None:
@@ -139,9 +135,13 @@ class _World:
         self._swarm.come(peer)
         self._rule.came(peer)
 
+    def _best(self, peers: Collection[int]) -> float:
+        swarm = self._swarm
+        capacities = tuple(sorted(swarm.capacity[peer] for peer in peers))
+        return best_throughput((1.0,) * swarm.num_stages, self._room, capacities, line=swarm.line)
+
     def _share(self) -> float:
-        present = tuple(sorted(self._swarm.capacity[peer] for peer in self._swarm.present))
-        best = self._best(present)
+        best = self._best(self._swarm.present)
         return min(self._swarm.throughput) / best if best else 1.0
 
 
