@@ -46,7 +46,6 @@ class Amendment:
     """One change.
 
     Attributes:
-        run_id: the run that it is for.
         number: its place in the chain, from 1 on.
         round: the first round that it is in force in, at every block.
         settings: as `section.key=value`, see with_settings.
@@ -54,7 +53,6 @@ class Amendment:
         text: the lines that the owner signed, and the signature.
     """
 
-    run_id: str
     number: int
     round: int
     settings: tuple[str, ...]
@@ -92,9 +90,7 @@ class Amendment:
         certificates.verify(key, signed.encode(), signature_bytes)
         if form != _FORM or run_id != run.run_id or not settings or not all(0 <= n <= LARGEST_COUNT for n in numbers):
             raise IntegrityError(f"an amendment in another form, or of another run: {run_id[:80]!r}")
-        return cls(
-            run_id=run_id, number=numbers[0], round=numbers[1], settings=tuple(settings), previous=previous, text=text
-        )
+        return cls(number=numbers[0], round=numbers[1], settings=tuple(settings), previous=previous, text=text)
 
     @property
     def digest(self) -> str:
