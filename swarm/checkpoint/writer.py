@@ -7,9 +7,7 @@ before a newer checkpoint is safely written.
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +18,7 @@ from swarm.checkpoint.file import Draft, FileName, Header, Tensors
 from swarm.checkpoint.keeping import Keeping
 from swarm.config import RunConfig, Timeline
 from swarm.errors import IntegrityError
+from swarm.machine.background import begun
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.training.round_member import RoundMember
 from swarm.types import Block
@@ -216,16 +215,4 @@ class Checkpoints:
 
 
 async def _apart(work: Callable[[], Result]) -> Result:
-    """Do `work` in a thread of its own. Unlike a pool's thread, it does not keep the process from ending."""
-    future: Future[Result] = Future()
-    # From now on the work cannot be cancelled. The caller can only stop waiting for it.
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await asyncio.wrap_future(begun(work, "checkpoint"))

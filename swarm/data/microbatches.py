@@ -16,10 +16,10 @@ and is of that path's dataset; paths with the same dataset take its microbatches
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from swarm.config import DataConfig
 from swarm.data.corpora import Corpus, SourceTokens
 from swarm.data.prepared import Prepared
 from swarm.errors import CorpusMismatch, SwarmError
+from swarm.machine.background import begun
 from swarm.training import samples
 from swarm.training.samples import TOKENS
 
@@ -154,25 +155,17 @@ class Texts:
         opened = self._opened.get(config.digest)
         # What was not here before may be here now.
         if opened is None or (opened.done() and opened.exception() is not None):
-            opened = self._opened[config.digest] = Future()
-            # Whoever waits for the text may be cancelled, but not the text.
-            opened.set_running_or_notify_cancel()
-            # As a daemon thread it does not keep the program from ending.
-            threading.Thread(target=self._begin, args=(config, opened), name="text", daemon=True).start()
+            opened = self._opened[config.digest] = begun(partial(self._other, config), "text")
         return opened
 
-    def _begin(self, config: DataConfig, opened: Future[Microbatches]) -> None:
+    def _other(self, config: DataConfig) -> Microbatches:
+        assert self._open is not None, "no amendment names another text"
         try:
-            assert self._open is not None, "no amendment names another text"
-            opened.set_result(self._open(config))
+            return self._open(config)
         except (ValueError, OSError, SwarmError) as error:
-            opened.set_exception(
-                CorpusMismatch(
-                    f"the run goes on with another text, {', '.join(config.source_names)}, which is not here: {error}"
-                )
-            )
-        except Exception as error:  # noqa: BLE001 - whoever waits for the text raises it
-            opened.set_exception(error)
+            raise CorpusMismatch(
+                f"the run goes on with another text, {', '.join(config.source_names)}, which is not here: {error}"
+            ) from None
 
     def at(self, config: DataConfig) -> Microbatches:
         """The microbatches of a configuration, whose text is open. Raises CorpusMismatch if it could not be opened."""

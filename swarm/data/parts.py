@@ -9,16 +9,17 @@ one and the next.
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
 from swarm.data import prepared, rows
 from swarm.data.prepared import Prepared, Recipe
 from swarm.data.rows import Row
 from swarm.data.sources import Part
+from swarm.machine.background import begun
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,7 @@ class Parts:
         self._present = -1
         """The part that was asked for last, without those that came late."""
         self._futures: dict[int, Future[Prepared]] = {}
-        """The parts that are at hand or will be."""
-        self._thread: threading.Thread | None = None
-        """It prepares the part that was asked for last, after those before it."""
+        """The parts that are at hand or will be, in the order in which they are prepared."""
 
     def held_out(self) -> Prepared:
         """Prepare the held-out rows. Blocks. Raises ValueError as `prepare` does."""
@@ -67,7 +66,8 @@ class Parts:
             self._futures = {n: future for n, future in self._futures.items() if n in near or not future.done()}
             for each in (number, number + 1):
                 if each not in self._futures:
-                    self._futures[each] = self._begun(each)
+                    before = next(reversed(self._futures.values()))
+                    self._futures[each] = begun(partial(self._prepare, each, before), THREAD_NAME)
             names = ["held-out", *map(_name, near | self._futures.keys())]
             prepared.delete_parts(self._dataset, self._recipe, self._cache_dir, but=names)
             if not self._futures[number].done():
@@ -76,28 +76,15 @@ class Parts:
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    def _begun(self, number: int) -> Future[Prepared]:
-        future: Future[Prepared] = Future()
-        # Whoever waits for a part may be cancelled, but not the part.
-        future.set_running_or_notify_cancel()
-        # As a daemon thread it does not keep the program from ending.
-        arguments = (number, future, self._thread)
-        self._thread = threading.Thread(target=self._prepare, args=arguments, name=THREAD_NAME, daemon=True)
-        self._thread.start()
-        return future
-
-    def _prepare(self, number: int, future: Future[Prepared], after: threading.Thread | None) -> None:
-        if after is not None:
-            after.join()
-        while not future.done():
+    def _prepare(self, number: int, before: Future[Prepared]) -> Prepared:
+        wait([before])
+        while True:
             try:
                 # Only a dataset's first part has to have rows that can be used: an error would not pass.
-                future.set_result(self._prepared(Part(_name(number), self._rows(number), may_be_empty=True)))
+                return self._prepared(Part(_name(number), self._rows(number), may_be_empty=True))
             except ValueError as error:
                 logger.warning("part %d is prepared again in %.0f s: %s", number, RETRY_SECONDS, error)
                 self._pause(RETRY_SECONDS)
-            except Exception as error:  # noqa: BLE001 - whoever waits for the part raises it
-                future.set_exception(error)
 
     def _prepared(self, part: Part) -> Prepared:
         return prepared.prepare(self._dataset, self._recipe, self._cache_dir, part=part)
