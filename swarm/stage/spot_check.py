@@ -20,14 +20,30 @@ import torch
 from swarm.errors import MalformedMessage, NotReady, Overloaded, PeerUnavailable, RoundMismatch, SwarmError
 from swarm.events import Checked
 from swarm.honesty.drift import FIRST_ROUND, Drift, Likeness
-from swarm.hop.spot_checks import ANCHOR_ROUND, LEAST_ANSWERS, LOSS, MOST_SIGNED, anchor_tensor, digests_of, loss_tensor
+from swarm.hop.spot_checks import (
+    ANCHOR_ROUND,
+    LEAST_ANSWERS,
+    LOSS,
+    MOST_SIGNED,
+    anchor_tensor,
+    digests_of,
+    loss_tensor,
+)
 from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.callers import Quota, caller_of
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import Context, check_address
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import TensorReader, TensorSpec, parsed, stage_stub
-from swarm.stage.boundary import GRADIENT, HIDDEN, OUTPUT, OUTPUT_GRADIENT, boundary_of, reply_specs, request_specs
+from swarm.stage.boundary import (
+    GRADIENT,
+    HIDDEN,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    boundary_of,
+    reply_specs,
+    request_specs,
+)
 from swarm.stage.own_answers import OwnAnswers
 from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage

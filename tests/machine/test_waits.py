@@ -6,7 +6,13 @@ import itertools
 import pytest
 
 from swarm.errors import PeerUnavailable
-from swarm.machine.waits import FIRST_SECONDS, JOIN_SECONDS, LONGEST_GAP_SECONDS, Waits, patiently
+from swarm.machine.waits import (
+    FIRST_SECONDS,
+    JOIN_SECONDS,
+    LONGEST_GAP_SECONDS,
+    Waits,
+    patiently,
+)
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarm.config import RoundsConfig, RunConfig
-from swarm.pipeline.leases import GATHER_SECONDS, LEAST_SKIP, LONGEST_GATHER_SECONDS, MOST_SKIP
+from swarm.pipeline.leases import (
+    GATHER_SECONDS,
+    LEAST_SKIP,
+    LONGEST_GATHER_SECONDS,
+    MOST_SKIP,
+)
 from swarm.pipeline.trainers import DOUBT_SECONDS
 from swarm.types import LARGEST_COUNT, LEASE_SECONDS
 from tests.pipeline.leader import DILOCO, SIZE, SYNCHRONOUS, Leader

@@ -8,7 +8,14 @@ import pytest
 
 from swarm.errors import Overloaded
 from swarm.rpc.callers import Caller
-from swarm.rpc.transfers import HOLD_SECONDS, KEPT_SECONDS, MOST_WAITING, RETRY_SECONDS, TURN_SECONDS, Turns
+from swarm.rpc.transfers import (
+    HOLD_SECONDS,
+    KEPT_SECONDS,
+    MOST_WAITING,
+    RETRY_SECONDS,
+    TURN_SECONDS,
+    Turns,
+)
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 PIECE_SECONDS = 1.5

@@ -9,7 +9,15 @@ import torch
 
 from swarm.errors import MalformedMessage
 from swarm.rpc.bounds import CHUNK_BYTES
-from swarm.rpc.v1.stage_pb2 import Ack, Done, EvaluateOpen, EvaluateRequest, Open, TrainReply, TrainRequest
+from swarm.rpc.v1.stage_pb2 import (
+    Ack,
+    Done,
+    EvaluateOpen,
+    EvaluateRequest,
+    Open,
+    TrainReply,
+    TrainRequest,
+)
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import (
     DTYPES,

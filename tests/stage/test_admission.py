@@ -14,7 +14,15 @@ from swarm.stage.admission import FEW
 from swarm.stage.runtime import Runtime
 from swarm.training.samples import Microbatch
 from swarm.types import Block
-from tests.support.chain import ANY_HOP, DILOCO, SYNCHRONOUS, Peer, eventually, failures_of, running_chain
+from tests.support.chain import (
+    ANY_HOP,
+    DILOCO,
+    SYNCHRONOUS,
+    Peer,
+    eventually,
+    failures_of,
+    running_chain,
+)
 from tests.support.commits import end_round
 from tests.support.manual_clock import ManualClock
 

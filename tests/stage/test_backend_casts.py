@@ -11,7 +11,15 @@ import torch
 
 from swarm.config import DataConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.stage.backend import StageBackend
-from tests.stage.backends import CONFIG, DROPOUT, PLENTY, chain_of, reference_of, run_microbatch, sums_of
+from tests.stage.backends import (
+    CONFIG,
+    DROPOUT,
+    PLENTY,
+    chain_of,
+    reference_of,
+    run_microbatch,
+    sums_of,
+)
 from tests.support.chain import assert_close
 from tests.support.commits import end_rounds
 from tests.support.rounding import rounding_reference

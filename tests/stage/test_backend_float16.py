@@ -11,7 +11,16 @@ from torch import nn
 from swarm.config import OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import MalformedMessage
 from swarm.stage.backend import StageBackend
-from tests.stage.backends import CONFIG, arrived, backend_of, chain_of, hidden_of, inputs_of, run_microbatch, sums_of
+from tests.stage.backends import (
+    CONFIG,
+    arrived,
+    backend_of,
+    chain_of,
+    hidden_of,
+    inputs_of,
+    run_microbatch,
+    sums_of,
+)
 from tests.support.commits import end_rounds
 
 Autocast = Literal["off", "bf16", "fp16"]

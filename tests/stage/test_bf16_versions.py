@@ -16,7 +16,16 @@ from swarm.stage.weights import Round
 from swarm.training import optim
 from swarm.training.optimizers import gradient_optimizer
 from swarm.training.scaling import clip, squared_norm_of
-from tests.stage.backends import CONFIG, DILOCO, GPT2, backend_of, chain_of, run_microbatch, sums_of, tokens_of
+from tests.stage.backends import (
+    CONFIG,
+    DILOCO,
+    GPT2,
+    backend_of,
+    chain_of,
+    run_microbatch,
+    sums_of,
+    tokens_of,
+)
 from tests.support.commits import end_round, end_rounds
 
 TIED = dataclasses.replace(CONFIG.model, tied_embeddings=True, qkv_bias=True)

@@ -23,7 +23,17 @@ from swarm.stage.spot_check import SpotCheck
 from swarm.stage.staging import Download
 from swarm.training.sketches import Statement
 from swarm.types import Block
-from tests.support.chain import DILOCO, DROPOUT, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, samples_of
+from tests.support.chain import (
+    DILOCO,
+    DROPOUT,
+    INT8,
+    SYNCHRONOUS,
+    Chain,
+    Peer,
+    eventually,
+    running_chain,
+    samples_of,
+)
 from tests.support.chain_rounds import begin_next_round, commit_round
 
 _Reply = pb.SpotCheckReply

@@ -13,7 +13,13 @@ from torch import nn
 from swarm.config import ModelConfig, OptimizerConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.training import optim
-from swarm.training.optimizers import Muon, exact_product, exactly_orthogonal, is_hidden_matrix, orthogonal
+from swarm.training.optimizers import (
+    Muon,
+    exact_product,
+    exactly_orthogonal,
+    is_hidden_matrix,
+    orthogonal,
+)
 
 CONFIG = OptimizerConfig(name="muon", momentum=0.9, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6)
 SHAPES = {

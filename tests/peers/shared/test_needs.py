@@ -8,7 +8,14 @@ import torch
 from peers.shared.needs import PROGRAM_BYTES, Needs, num_parameters, of_stages, residual_bytes, settled_bytes
 from swarm import config as configs
 from swarm.compression.feedback import ErrorFeedback, Residual
-from swarm.config import AveragingConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import (
+    AveragingConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+)
 from swarm.model.loss import loss_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_transformer
