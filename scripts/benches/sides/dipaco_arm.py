@@ -288,7 +288,7 @@ def main(path: Path, held_out: Path, router: str, num_peers: int, rounds: int) -
     config, data = with_corpus(configs.load(path), path.parent / "corpora")
     sequences: list[tuple[str, str]] = json.loads(held_out.read_text(encoding="utf-8"))
     chooser = path_router.read(Path(router)) if router else None
-    training = PathSwarm(config, data, num_peers) if num_peers else Alone(config, data)
+    training: PathSwarm | Alone = PathSwarm(config, data, num_peers) if num_peers else Alone(config, data)
     measured = HeldOut(config, held_out_texts(config, sequences, chooser))
     figures = asyncio.run(train(training, config, measured, rounds))
     if chooser is not None:

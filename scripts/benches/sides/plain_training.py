@@ -82,6 +82,6 @@ def train(
 def main(path: Path, num_workers: int, rounds: int, points: int) -> None:
     compute_like_peers(torch.get_num_threads())
     config, data = with_corpus(configs.load(path))
-    synchronous = config.rounds.synchronous
-    training = Reference(config, data) if synchronous else PlainDiloco(config, data, num_workers)
+    training: Reference | PlainDiloco
+    training = Reference(config, data) if config.rounds.synchronous else PlainDiloco(config, data, num_workers)
     print(json.dumps(train(training, config, rounds, points, HeldOut(config, data).loss)))
