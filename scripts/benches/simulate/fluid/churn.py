@@ -8,6 +8,15 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+STAY_SECONDS = 24 * 3600.0  # Mean time until a single machine is taken away
+RETURN_SECONDS = 1.5 * 3600  # Mean time from then until it is given back
+WAVE_GAP_SECONDS = 3600.0  # Mean time from one wave of demand to the next; there is none in the first hour
+WAVE_SHARE = (0.1, 0.6)  # Bounds of the share of machines that a wave takes, which is drawn evenly
+WAVE_SECONDS = 600.0  # The time within which a wave takes machines, and within which it gives them back
+HOLD_SECONDS = 0.75 * 3600  # Mean time for which a wave keeps machines
+SHORTAGE_SECONDS = 8 * 3600.0  # The length of the shortage at the end, in which fewer and fewer machines come back
+SHORTAGE_SHARE = 0.9  # The share of the machines that are not available at the very end
+
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
@@ -18,58 +27,40 @@ class Visit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Market:
-    """How machines are given and taken away."""
-
-    num_machines: int = 400  # The number of machines at the start; there are never more
-    hours: float = 32.0
-    stay_hours: float = 24.0  # Mean time until a single machine is taken away
-    return_hours: float = 1.5  # Mean time until a single machine that was taken away is given back
-    wave_hours: float = 1.0  # Mean time from one wave of demand to the next; there is none in the first hour
-    wave_share: tuple[float, float] = (0.1, 0.6)
-    """Bounds of the share of machines that a wave takes, which is drawn evenly."""
-    wave_minutes: float = 10.0  # The time within which a wave takes machines, and within which it gives them back
-    hold_hours: float = 0.75  # Mean time for which a wave keeps machines
-    shortage_hours: float = 8.0  # The length of the shortage at the end, in which fewer and fewer machines come back
-    shortage_share: float = 0.9  # The share of the machines that are not available at the very end
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Wave:
     begins: float
     ends: float
     share: float
 
 
-def visits(market: Market, rng: random.Random) -> list[Visit]:
-    waves = list(_waves(market, rng))
-    found = [visit for _ in range(market.num_machines) for visit in _machine(market, waves, rng)]
+def visits(num_machines: int, end: float, rng: random.Random) -> list[Visit]:
+    """A trace of so many machines, which are all there at the start, until `end` in seconds."""
+    waves = list(_waves(end, rng))
+    found = [visit for _ in range(num_machines) for visit in _machine(end, waves, rng)]
     return sorted(found, key=lambda visit: visit.arrives)
 
 
-def _waves(market: Market, rng: random.Random) -> Iterator[_Wave]:
+def _waves(end: float, rng: random.Random) -> Iterator[_Wave]:
     at = 3600.0
-    while (at := at + rng.expovariate(1 / (market.wave_hours * 3600))) < market.hours * 3600:
-        ends = at + rng.expovariate(1 / (market.hold_hours * 3600))
-        yield _Wave(begins=at, ends=ends, share=rng.uniform(*market.wave_share))
+    while (at := at + rng.expovariate(1 / WAVE_GAP_SECONDS)) < end:
+        ends = at + rng.expovariate(1 / HOLD_SECONDS)
+        yield _Wave(begins=at, ends=ends, share=rng.uniform(*WAVE_SHARE))
 
 
-def _machine(market: Market, waves: list[_Wave], rng: random.Random) -> Iterator[Visit]:
-    end = market.hours * 3600
+def _machine(end: float, waves: list[_Wave], rng: random.Random) -> Iterator[Visit]:
     # At `gone` the machine is taken away, if it is there, and it is never given back.
     gone = end
-    if rng.random() < market.shortage_share:
-        gone -= rng.random() * min(market.shortage_hours * 3600, end)
-    spread = market.wave_minutes * 60
+    if rng.random() < SHORTAGE_SHARE:
+        gone -= rng.random() * min(SHORTAGE_SECONDS, end)
     takers = [wave for wave in waves if rng.random() < wave.share]
     taken = []
     for wave in takers:
-        begins = wave.begins + rng.random() * spread
-        taken.append((begins, max(begins, wave.ends) + rng.random() * spread))
+        begins = wave.begins + rng.random() * WAVE_SECONDS
+        taken.append((begins, max(begins, wave.ends) + rng.random() * WAVE_SECONDS))
     at = 0.0
     while at < gone:
-        alone = at + rng.expovariate(1 / (market.stay_hours * 3600))
-        ends = [(alone, alone + rng.expovariate(1 / (market.return_hours * 3600)))]
+        alone = at + rng.expovariate(1 / STAY_SECONDS)
+        ends = [(alone, alone + rng.expovariate(1 / RETURN_SECONDS))]
         ends += [(begins, back) for begins, back in taken if begins > at]
         leaves, back = min(ends)
         yield Visit(arrives=at, leaves=min(leaves, gone) if min(leaves, gone) < end else float("inf"))

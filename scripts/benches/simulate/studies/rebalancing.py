@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 from scripts.benches.shared.common import OutputOptions
-from scripts.benches.simulate.fluid.churn import Market, Visit, visits
+from scripts.benches.simulate.fluid.churn import Visit, visits
 from scripts.benches.simulate.fluid.own_rule import NoRule, OwnRule, SwarmRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm, Kept
 from scripts.benches.simulate.timeline import Timeline
@@ -73,9 +73,7 @@ class _Outcome:
 
 def run(options: Options) -> dict[str, Any]:
     seeds = range(options.seed, options.seed + options.num_traces)
-    traces = {
-        seed: visits(Market(hours=options.hours, num_machines=options.num_peers), random.Random(seed)) for seed in seeds
-    }
+    traces = {seed: visits(options.num_peers, options.hours * 3600, random.Random(seed)) for seed in seeds}
     outcomes = {
         name: [_one(options, make, trace, seed) for seed, trace in traces.items()] for name, make in RULES.items()
     }
