@@ -42,24 +42,24 @@ def children(pid: int) -> dict[int, str]:
     return found
 
 
-def status(pid: int | str) -> dict[str, str]:
+def status(pid: int | str = "self") -> dict[str, str]:
     """The fields of a process's `status` file (proc(5)), by their names, such as "Threads"."""
     lines = (PROC / str(pid) / "status").read_text(encoding="utf-8").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def held_bytes(field: str) -> int:
-    """The bytes of this process in a field of `status` like "12 kB"."""
-    return int(status("self")[field].split()[0]) << 10
+def held_bytes(field: str, pid: int | str = "self") -> int:
+    """The bytes in a field of `status` like "12 kB"."""
+    return int(status(pid)[field].split()[0]) << 10
 
 
 def num_descriptors(pid: int) -> int:
     return len(os.listdir(PROC / str(pid) / "fd"))
 
 
-def resident_bytes() -> int:
-    """The bytes that this process has in memory now, without those of mapped files."""
-    return held_bytes("RssAnon")
+def resident_bytes(pid: int | str = "self") -> int:
+    """The bytes that a process has in memory now, without those of mapped files."""
+    return held_bytes("RssAnon", pid)
 
 
 def peak_bytes() -> int:
