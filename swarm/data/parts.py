@@ -10,7 +10,7 @@ one and the next.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,7 @@ class Parts:
             self._futures = {n: future for n, future in self._futures.items() if n in near or not future.done()}
             for each in (number, number + 1):
                 if each not in self._futures:
-                    before = next(reversed(self._futures.values()))
+                    before = [*self._futures.values()][-1:]
                     self._futures[each] = begun(partial(self._prepare, each, before), THREAD_NAME)
             names = ["held-out", *map(_name, near | self._futures.keys())]
             prepared.delete_parts(self._dataset, self._recipe, self._cache_dir, but=names)
@@ -76,8 +76,8 @@ class Parts:
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    def _prepare(self, number: int, before: Future[Prepared]) -> Prepared:
-        wait([before])
+    def _prepare(self, number: int, before: Collection[Future[Prepared]]) -> Prepared:
+        wait(before)
         while True:
             try:
                 # Only a dataset's first part has to have rows that can be used: an error would not pass.
