@@ -50,7 +50,9 @@ class HeldRound:
     def on(self, device: torch.device) -> Tensors:
         """The weights on a device, where they stay from now on. To be called on the compute thread."""
         if any(value.device != device for value in self._parameters.values()):
-            self._parameters = moved(self._parameters, device)
+            # A text moves them in inference mode, and for tensors of that mode evaluations would be compiled anew.
+            with torch.inference_mode(False):
+                self._parameters = moved(self._parameters, device)
         return self._parameters
 
     def module(self, own: StageModule, device: torch.device) -> StageModule:

@@ -120,3 +120,13 @@ async def test_another_state_with_the_same_number_is_another_round() -> None:
         with stage.rounds.held(0, ONE) as after:
             assert float(after.on(torch.device("cpu"))["weight"]) == 1.0
         assert float(before.on(torch.device("cpu"))["weight"]) == 0.0
+
+
+def test_a_text_that_moves_weights_to_a_gpu_leaves_tensors_of_the_usual_kind() -> None:
+    """Those of inference mode would be compiled anew for an evaluation. The meta device stands in for the GPU."""
+    held, meta = Anchors().rounds.find(0), torch.device("meta")
+    with torch.inference_mode():
+        weight = held.on(meta)["weight"]
+    assert weight.device == meta
+    assert not weight.is_inference()
+    assert held.on(meta)["weight"] is weight
