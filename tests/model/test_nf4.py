@@ -1,10 +1,13 @@
 """Frozen matrices in 4 bits: the paper's codes, and a stage that computes with them."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from swarm.config import LoraConfig, RunConfig
 from swarm.model.functions import product
@@ -63,6 +66,27 @@ def test_a_matrix_takes_little_more_than_half_a_byte_a_number() -> None:
     assert all(getattr(matrix, name) is getattr(other, name) for name in tables), "all matrices have the same"
     assert not matrix.state_dict()
     assert not Nf4Matrix(torch.zeros(3, 70)).dense(torch.float32).any()
+
+
+class _Devices(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Finds the devices of all that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.found = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {leaf.device.type for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)}
+        return result
+
+
+def test_a_matrix_on_a_gpu_takes_nothing_from_the_cpu() -> None:
+    """Compiled code would copy it in each use, which no CUDA graph can do. The meta device stands in for the GPU."""
+    matrix = Nf4Matrix(_matrix(5, 70)).to("meta")
+    with _Devices() as devices:
+        matrix.dense(torch.bfloat16)
+    assert devices.found == {"meta"}
 
 
 @pytest.mark.parametrize("autocast", [False, True])
