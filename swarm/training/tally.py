@@ -190,9 +190,9 @@ class Tally:
                 raise ValueError
             values: dict[str, Any] = json.loads(text)
             tally = cls(
-                since=int(values["since"]), round=int(values["round"]), parent=str(values["parent"]),
-                result=str(values["result"]), members=tuple(map(str, values["members"])),
-                peers={str(peer): _given(row) for peer, row in values["peers"].items()},
+                since=int(values["since"]), round=int(values["round"]), parent=_word(values["parent"]),
+                result=_word(values["result"]), members=tuple(map(_word, values["members"])),
+                peers={_word(peer): _given(row) for peer, row in values["peers"].items()},
             )  # fmt: skip
             own, signed = tally.digest, values["signatures"].items()
             signatures = {
@@ -200,7 +200,7 @@ class Tally:
                 for peer, (point, made, complaints) in signed
             }
             return dataclasses.replace(tally, signatures=signatures)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
             raise IntegrityError("what was said to be a tally is none") from None
 
 
@@ -249,6 +249,13 @@ def _given(row: Any) -> Given:
     if len(row) != len(given) or not all(0 <= number <= LARGEST_COUNT for number in given):
         raise ValueError
     return given
+
+
+def _word(text: str) -> str:
+    """An id or a digest, which is hashed, and shown to people. Raises ValueError for what can be none."""
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError
+    return text
 
 
 def _text(data: bytes) -> str:

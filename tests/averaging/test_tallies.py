@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -173,25 +174,34 @@ async def test_counts_that_no_round_can_hold_are_left_out_of_the_tally() -> None
         assert all(KEYS[2].peer_id not in peer.stage.tally.peers for peer in honest)
 
 
-@pytest.mark.parametrize("is_honest", [True, False], ids=["true", "false"])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        None,
+        lambda told: told["peers"][KEYS[0].peer_id].__setitem__(0, 1),
+        lambda told: told.update(since=math.inf),
+        lambda told: told.update(parent="\ud800"),
+    ],
+    ids=["true", "false", "infinite", "no characters"],
+)
 @in_virtual_time
-async def test_a_newcomer_takes_only_what_most_members_have_signed(*, is_honest: bool) -> None:
+async def test_a_newcomer_takes_only_what_most_members_have_signed(lie: Callable[[Any], Any] | None) -> None:
     async with signing(plain(3), 3) as network:
         for _ in range(2):
             await commit(network)
 
         def tamper(target: int, reply: pb.DownloadReply) -> None:
-            if reply.HasField("header") and not is_honest:
-                text = json.loads(reply.header.tally)
-                text["peers"][KEYS[0].peer_id][0] += 1
-                reply.header.tally = json.dumps(text)
+            if reply.HasField("header") and lie is not None:
+                told = json.loads(reply.header.tally)
+                lie(told)
+                reply.header.tally = json.dumps(told)
 
         network.tamper = tamper
         joiner = network.add(3)
         await joiner.averager.join()
         await until(lambda: joiner.stage.round == 2)
         given = network.peers[KEYS[0].peer_id].stage.tally
-        assert joiner.stage.tally == (given if is_honest else EMPTY)
+        assert joiner.stage.tally == (given if lie is None else EMPTY)
 
 
 @pytest.mark.parametrize("is_honest", [True, False], ids=["true", "false"])

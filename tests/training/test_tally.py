@@ -146,6 +146,13 @@ def test_of_differing_complaints_the_middle_one_counts_and_none_about_the_future
         lambda values: values["peers"].update(a=None),
         lambda values: values["signatures"].update(a=["!", "!"]),
         lambda values: values.update(round="x"),
+        lambda values: values.update(since=float("inf")),
+        lambda values: values["peers"].update(a=[float("inf"), 0, 0, 0]),
+        lambda values: values["peers"].update({"\x1b[2J": [1, 1, 1, 1]}),
+        lambda values: values.update(members=["\x1b[2J"]),
+        lambda values: values.update(members=[3]),
+        lambda values: values.update(parent="\ud800"),
+        lambda values: values.update(result="\ud800"),
         lambda values: values.update(signatures=3),
     ],
 )
