@@ -89,6 +89,14 @@ def clipped_by_nan(reply: pb.DownloadReply) -> None:
         reply.result.standing.lineage = lineage_after("00", outcome)
 
 
+def of_no_attempt(reply: pb.DownloadReply) -> None:
+    reply.result.outcome.prepared.ClearField("ballot")
+
+
+def of_a_leader_with_a_long_name(reply: pb.DownloadReply) -> None:
+    reply.result.outcome.prepared.ballot.leader_id *= 65
+
+
 def out_of_order(reply: pb.DownloadReply) -> None:
     if reply.HasField("result"):
         reply.data = b"early"
@@ -98,7 +106,8 @@ def out_of_order(reply: pb.DownloadReply) -> None:
     ("change", "error"),
     [
         (another_past, MalformedMessage), (too_far, MalformedMessage), (huge, MalformedMessage),
-        (clipped_by_less, MalformedMessage), (clipped_by_nan, MalformedMessage),
+        (clipped_by_less, MalformedMessage), (clipped_by_nan, MalformedMessage), (of_no_attempt, MalformedMessage),
+        (of_a_leader_with_a_long_name, MalformedMessage),
         (out_of_order, MalformedMessage), (flipped, IntegrityError),
     ],
 )  # fmt: skip

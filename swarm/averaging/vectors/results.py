@@ -53,7 +53,8 @@ async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], in
 
 def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
     """Read the wire form. The cost of the round stays zero, because this peer took no part in it. Raises
-    MalformedMessage if the result does not follow from `before`, or was clipped by an impossible norm."""
+    MalformedMessage if the result does not follow from `before`, names no attempt, or was clipped by an impossible
+    norm."""
     outcome, prepared = header.outcome, header.outcome.prepared
     after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
     lineage = messages.lineage_after(before.lineage, outcome)
@@ -64,8 +65,8 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
     result = RoundResult(
         round=before.round, tensors=tensors, num_samples=prepared.num_samples, squared_norm=prepared.squared_norm,
         total_squared_norm=outcome.total_squared_norm, members=members, lineage=lineage,
-        attempts=prepared.ballot.attempt, digest=prepared.digest, partners=messages.digests_of(outcome.partners),
-        amended=prepared.amended, given=messages.unpack_given(prepared),
+        attempts=messages.require_ballot(prepared.ballot).attempt, digest=prepared.digest,
+        partners=messages.digests_of(outcome.partners), amended=prepared.amended, given=messages.unpack_given(prepared),
     )  # fmt: skip
     return Committed(
         before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest),
