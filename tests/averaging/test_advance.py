@@ -6,7 +6,7 @@ import pytest
 
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.messages import lineage_after
+from swarm.averaging.agreement.messages import Standing, lineage_after
 from swarm.averaging.averager import place_of
 from swarm.averaging.donor import Donor
 from swarm.averaging.own_round import OwnRound
@@ -43,3 +43,12 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
         await advance.install(snapshot, [outcome] if members else [], [])
     assert stage.carried == [carries]
     assert place.standing.round == 1
+
+
+@in_virtual_time
+async def test_outcomes_of_rounds_to_come_are_not_kept() -> None:
+    """A donor may make them up. They would stay as the newest ones, in place of those that this peer commits."""
+    place = place_of(make_context(record(1)), Standing(run_samples=0, round=0, lineage="00"))
+    told = [pb.Outcome(round=number) for number in (6, 7, 8, 1 << 40)]
+    place.installed(Standing(run_samples=28, round=7, lineage="07"), told, [])
+    assert list(place.outcomes) == [6]

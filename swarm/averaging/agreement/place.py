@@ -235,7 +235,8 @@ class Place:
         state were committed, and `past` has their lineages, oldest first."""
         self.outcomes.clear()
         self.is_sound = True
-        self._move(standing, outcomes)
+        # One of a round to come would be kept as the newest, in place of what this peer itself commits.
+        self._move(standing, (outcome for outcome in outcomes if outcome.round < standing.round))
         self.branches.installed(standing, past)
 
     def refusal(self, refused: Refused) -> pb.Refusal:
