@@ -94,7 +94,8 @@ class Advance:
                 except SwarmError as error:
                     # The round is decided, so the others commit it. This member will find itself behind, and catch up.
                     return Refused(str(error))
-            told = list(outcome.prepared.signatures)[: len(kept.prepared.member_ids)]
+            # They go to all that ask for the round, so a leader must not make them long.
+            told = list(filter(messages.is_short, outcome.prepared.signatures))[: len(kept.prepared.member_ids)]
             outcome.prepared.CopyFrom(kept.prepared)
             outcome.prepared.signatures.extend(told)
             kept.exchanges.committed(kept.fragment, kept.residual)

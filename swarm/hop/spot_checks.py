@@ -263,7 +263,7 @@ class SpotChecks:
                 is_alive, standing.num_since = standing.num_since > 0, 0
                 standing.not_shown_to.add(other)
                 if len(standing.not_shown_to) >= LEAST_WRONG and is_alive:
-                    reason = f"it does not show others what it computed: {printable(reply.reason)}"
+                    reason = f"it does not show others what it computed: {printable(reply.reason[:LONGEST_REASON])}"
                     self._distrust(drawn.peer, microbatch, reason)
                 return
         if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):

@@ -8,6 +8,7 @@ import pytest
 from swarm.averaging.agreement import messages
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
+from swarm.events import Abort, Event
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import QUICK, Peer, network_of, peer_id, stages, until
@@ -59,6 +60,20 @@ def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) ->
     ballot = {"ballot": pb.Ballot(attempt=1, leader_id=peer_id(leader)), "peer_id": peer_id(leader)}
     types = {"Begin": pb.BeginRequest, "Average": pb.AverageRequest, "Abort": pb.AbortRequest}
     return types[method.name](address=peer.averager.context.address, **(ballot | fields))
+
+
+@in_virtual_time
+async def test_of_a_leaders_reason_only_a_line_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with network_of(make_config(), 1, 9) as network:
+        peer, written = network.peers[peer_id(1)], list[Event]()
+        network.freeze(9)
+        await asyncio.sleep(0.01)
+        monkeypatch.setattr(peer.averager.context.events, "write", written.append)
+        standing = messages.pack_standing(peer.averager.place.standing)
+        await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
+        await peer.averager.handlers.handle(ABORT, call_of(peer, ABORT, 9, reason="\x1b" + "x" * 100_000))
+        [abort] = [event for event in written if isinstance(event, Abort)]
+        assert abort.reason == " " + "x" * (messages.LONGEST_REASON - 1)
 
 
 @in_virtual_time

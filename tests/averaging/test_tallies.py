@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swarm.averaging.wire.transport import COMMIT
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -202,6 +203,22 @@ async def test_a_newcomer_takes_only_what_most_members_have_signed(lie: Callable
         await until(lambda: joiner.stage.round == 2)
         given = network.peers[KEYS[0].peer_id].stage.tally
         assert joiner.stage.tally == (given if lie is None else EMPTY)
+
+
+@in_virtual_time
+async def test_a_leader_cannot_make_signatures_long() -> None:
+    """They stay with the round's outcome, which goes to all that ask for it: no newcomer would get it."""
+    async with signing(plain(2), 2) as network:
+        member = network.peers[KEYS[1].peer_id]
+
+        async def commit_more(request: pb.CommitRequest) -> pb.CommitReply:
+            request.signatures[0].complaints = 1_000_000 * "x"
+            return await member.averager.handlers.handle(COMMIT, request)
+
+        member.instead["Commit"] = commit_more
+        await commit(network)
+        [outcome] = member.averager.place.outcomes.values()
+        assert [len(each.complaints) for each in outcome.prepared.signatures] == [0]
 
 
 @pytest.mark.parametrize("is_honest", [True, False], ids=["true", "false"])

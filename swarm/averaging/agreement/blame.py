@@ -144,7 +144,9 @@ class Blame:
         counts = Counter(PeerId(failure.blamed_id) for failure in accusations.values())
         blamed, _ = counts.most_common(1)[0]
         accusers = {accuser: failure for accuser, failure in accusations.items() if failure.blamed_id == blamed}
-        logger.warning("the exchange failed because of %s: %s", blamed, next(iter(accusers.values())).reason)
+        logger.warning(
+            "the exchange failed because of %s: %s", blamed, messages.unpack_failure(next(iter(accusers.values())))
+        )
         if self._can_sum_all(members) and self._own_id not in counts.keys() | accusations.keys():
             # The connection between two others is at fault. Both have just answered this peer, so neither is left out.
             self._round_through_one = round_number

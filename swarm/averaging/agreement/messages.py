@@ -24,7 +24,7 @@ LONGEST_ID = 64
 LONGEST_SIGNATURE = 256
 """The most bytes of a signature over a tally, with its key and digest."""
 LONGEST_REASON = 200
-"""The most characters of what an owner says of a contribution; also shown."""
+"""The most characters of what a member says of others, or of an attempt; also shown."""
 
 
 class MemberFailed(TryLater):
@@ -102,11 +102,11 @@ def unpack_given(message: pb.Prepared | pb.AverageRequest) -> dict[str, Given]:
 
 def unpack_signatures(prepared: pb.Prepared) -> list[Signature]:
     """The signatures over the tally after a round. Those that are too long to be any are left out."""
-    told = filter(_is_short, prepared.signatures)
+    told = filter(is_short, prepared.signatures)
     return [Signature(each.point, each.signature, each.tally, each.complaints) for each in told]
 
 
-def _is_short(signed: pb.TallySignature) -> bool:
+def is_short(signed: pb.TallySignature) -> bool:
     length = len(signed.point) + len(signed.signature) + len(signed.tally)
     return length <= LONGEST_SIGNATURE and len(signed.complaints) <= LONGEST_COMPLAINTS
 
@@ -121,7 +121,7 @@ def unsigned(prepared: pb.Prepared) -> pb.Prepared:
 def signed_by_all(prepared: pb.Prepared, held: Iterable[pb.Prepared]) -> pb.Prepared:
     """A result with the signature of each member that holds it."""
     signed = unsigned(prepared)
-    signed.signatures.extend(filter(_is_short, (signature for each in held for signature in each.signatures[:1])))
+    signed.signatures.extend(filter(is_short, (signature for each in held for signature in each.signatures[:1])))
     return signed
 
 
@@ -189,6 +189,12 @@ def _require_short(text: str, what: str) -> None:
 
 def pack_failure(failed: MemberFailed) -> pb.Failure:
     return pb.Failure(blamed_id=failed.peer_id, reason=str(failed), noticed_by_id=failed.noticed_by)
+
+
+def unpack_failure(failure: pb.Failure) -> MemberFailed:
+    """The inverse of `pack_failure`, with ids and a reason that are short enough to be logged and passed on."""
+    reason = printable(failure.reason[:LONGEST_REASON])
+    return MemberFailed(failure.blamed_id[:LONGEST_ID], reason, noticed_by=failure.noticed_by_id[:LONGEST_ID])
 
 
 def pack_deviations(deviations: Iterable[Deviation]) -> list[pb.Deviation]:

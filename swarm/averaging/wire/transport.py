@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from swarm.averaging.agreement.messages import MemberFailed, unpack_deviations
+from swarm.averaging.agreement.messages import unpack_deviations, unpack_failure
 from swarm.averaging.agreement.timing import Timing
 from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
@@ -136,8 +136,7 @@ class Transport:
                     break
                 match reply.WhichOneof("message"):
                     case "failure":
-                        failure = reply.failure
-                        raise MemberFailed(failure.blamed_id, failure.reason, noticed_by=failure.noticed_by_id)
+                        raise unpack_failure(reply.failure)
                     case "reduced":
                         squared_norm = reply.reduced.squared_norm
                         deviations = unpack_deviations(reply.reduced.deviations)

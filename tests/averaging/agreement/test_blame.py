@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swarm.averaging.agreement import messages
 from swarm.averaging.wire.transport import AVERAGE, BEGIN
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import QUICK, Peer, broken, network_of, peer_id, stages, until
@@ -237,3 +238,10 @@ async def test_who_has_no_answers_from_its_leader_does_not_hold_it_up() -> None:
         members[1].learn(8)
         members[2].learn(9)
         await until(lambda: all(stage.round == 2 for stage in members))
+
+
+def test_of_what_a_member_says_of_another_only_a_line_is_passed_on() -> None:
+    told = pb.Failure(blamed_id="a" * 999, reason="\n" + "x" * 100_000, noticed_by_id="b" * 999)
+    failed = messages.unpack_failure(told)
+    assert str(failed) == " " + "x" * (messages.LONGEST_REASON - 1)
+    assert (len(failed.peer_id), len(failed.noticed_by)) == (messages.LONGEST_ID, messages.LONGEST_ID)
