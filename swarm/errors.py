@@ -69,12 +69,17 @@ class TryLater(SwarmError):
     """The same request may succeed in a moment. Not a failure: it is no reason for a ban."""
 
 
+LONGEST_BUSY_SECONDS = 300.0
+"""A peer that says that it is busy is asked again after this time, however long it claims to be."""
+
+
 class Overloaded(TryLater):
     """The peer has no room now."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
+        # In this order of the arguments NaN becomes the longest time.
+        self.retry_after_seconds = max(0.0, min(LONGEST_BUSY_SECONDS, retry_after_seconds))
 
 
 class Fatal(SwarmError):

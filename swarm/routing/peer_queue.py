@@ -14,6 +14,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from swarm.errors import LONGEST_BUSY_SECONDS
 from swarm.routing.bans import Bans
 from swarm.routing.throughput import SHORTEST_SECONDS, Link, MovingAverage, Observation, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
@@ -24,8 +25,6 @@ MAX_CLAIM = 4.0
 """Until its first reply, a peer is charged at least the typical time divided by this, whatever speed it claims."""
 CHANCE = 0.25
 """The most by which chance changes a charge, as a share. With more, some peers' queues grow while others are idle."""
-LONGEST_BUSY_SECONDS = 300.0
-"""A peer that says that it is busy is asked again after this time, however long it claims to be."""
 NOBODY = PeerId("")
 STAGE_SMOOTHING = 0.01
 """Weight of the newest observation in the stage's typical time."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from swarm.errors import LONGEST_BUSY_SECONDS
 from swarm.routing import peer_queue
 from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE, LONGEST_BAN_SECONDS
-from swarm.routing.peer_queue import LONGEST_BUSY_SECONDS, MAX_SLOWNESS, PeerQueue
+from swarm.routing.peer_queue import MAX_SLOWNESS, PeerQueue
 from swarm.routing.throughput import Observation
 from swarm.types import PeerRecord
 from tests.routing.records import id_of, record_of

@@ -256,14 +256,28 @@ async def test_a_missed_deadline_is_slowness_and_a_bug_makes_its_peer_unavailabl
     assert isinstance(await _received(serve, insecure_pool, broken), errors.PeerUnavailable)
 
 
-@pytest.mark.parametrize(("name", "argument"), [("Overloaded", "soon"), ("SystemExit", "0")])
-async def test_nonsense_for_an_error_is_an_unavailable_peer(
-    serve: Serve, insecure_pool: ChannelPool, name: str, argument: str
-) -> None:
+def _with_metadata(*metadata: tuple[str, str]) -> Any:
     async def fail(request: bytes, context: Any) -> bytes:
-        metadata = (("swarm-error", name), ("swarm-error-argument", argument))
         with contextlib.suppress(grpc.aio.AbortError):
             await context.abort(grpc.StatusCode.INTERNAL, "nonsense", metadata)
         return b""
 
+    return fail
+
+
+@pytest.mark.parametrize(("name", "argument"), [("Overloaded", "soon"), ("SystemExit", "0")])
+async def test_nonsense_for_an_error_is_an_unavailable_peer(
+    serve: Serve, insecure_pool: ChannelPool, name: str, argument: str
+) -> None:
+    fail = _with_metadata(("swarm-error", name), ("swarm-error-argument", argument))
     assert type(await _received(serve, insecure_pool, fail)) is errors.PeerUnavailable
+
+
+@pytest.mark.parametrize("argument", ["nan", "inf", "-inf", "-1", "1e308"])
+async def test_who_claims_to_be_busy_for_ever_is_asked_again(
+    serve: Serve, insecure_pool: ChannelPool, argument: str
+) -> None:
+    fail = _with_metadata(("swarm-error", "Overloaded"), ("swarm-error-argument", argument))
+    error = await _received(serve, insecure_pool, fail)
+    assert isinstance(error, errors.Overloaded)
+    assert 0.0 <= error.retry_after_seconds <= errors.LONGEST_BUSY_SECONDS
