@@ -123,16 +123,18 @@ async def find() -> dict[str, Invite]:
     asking = dict[str, asyncio.Task[None]]()
     first = asyncio.Event()
     async with _multicast() as network:
-        from zeroconf import ServiceStateChange
+        from zeroconf import Error, ServiceStateChange
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo
 
         async def ask(name: str) -> None:
-            info = AsyncServiceInfo(SERVICE, name)
-            if await info.async_request(network.zeroconf, int(LOOK_SECONDS * 1000)):
-                claim = claimed(info.properties)
-                if claim is not None and len(told) < MOST_FOUND:
-                    told[name] = claim
-                    first.set()
+            # Anybody can announce a name that is none, which zeroconf refuses only here.
+            with contextlib.suppress(Error):
+                info = AsyncServiceInfo(SERVICE, name)
+                if await info.async_request(network.zeroconf, int(LOOK_SECONDS * 1000)):
+                    claim = claimed(info.properties)
+                    if claim is not None and len(told) < MOST_FOUND:
+                        told[name] = claim
+                        first.set()
 
         async with asyncio.TaskGroup() as tasks:
 
@@ -173,6 +175,8 @@ def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
     return {
         name: dataclasses.replace(
             invites[0],
+            # Who says falsely that a run is locked keeps nobody out, nor does who says that it is open.
+            is_locked=all(invite.is_locked for invite in invites),
             # The first entry of each claim, then the second of each, and so on.
             entries=tuple(dict.fromkeys(in_turns(invite.entries for invite in invites)))[:MOST_ENTRIES],
         )

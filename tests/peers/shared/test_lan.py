@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zeroconf import ServiceStateChange
 
 from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
@@ -60,13 +61,37 @@ def test_nonsense_is_passed_over(run: str | None, invite: str | None) -> None:
 
 
 def test_of_one_run_all_announced_peers_are_entered_at_and_a_liar_hides_none() -> None:
-    lie = _invite(RUN, *(f"198.51.100.{number}" for number in range(9)), peer=2)
+    lie = _invite(RUN, *(f"198.51.100.{number}" for number in range(9)), peer=2, is_locked=True)
     honest = [_invite(RUN, f"192.0.2.{number}", peer=number) for number in range(2)]
     [(name, merged)] = lan.merged((RUN, invite) for invite in (lie, *honest)).items()
     assert name == RUN
     assert {entry for invite in honest for entry in invite.entries} < set(merged.entries)
     assert len(merged.entries) <= lan.MOST_ENTRIES
+    assert not merged.is_locked
     assert Invite.parse(str(merged)) == merged
+
+
+async def test_an_announcement_without_a_name_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """zeroconf passes on what others announce unchecked, and raises an error when it is asked about that."""
+    names = ["nowhere.local.", "x._other._tcp.local.", f"{'x' * 64}.{lan.SERVICE}", ""]
+
+    class Network:
+        zeroconf = None
+
+        async def async_close(self) -> None: ...
+
+    class Browser:
+        def __init__(self, zeroconf: Any, service_type: str, handlers: list[Callable[..., None]]) -> None:
+            for name in names:
+                handlers[0](zeroconf, service_type, name, ServiceStateChange.Added)
+
+        async def async_cancel(self) -> None: ...
+
+    monkeypatch.setattr("zeroconf.asyncio.AsyncZeroconf", lambda **_: Network())
+    monkeypatch.setattr("zeroconf.asyncio.AsyncServiceBrowser", Browser)
+    monkeypatch.setattr(lan, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(lan, "SAY_SECONDS", 0.01)
+    assert await lan.find() == {}
 
 
 def test_the_only_run_is_taken_and_of_several_the_user_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
