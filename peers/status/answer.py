@@ -16,8 +16,10 @@ LITTLE = 1 / 3
 """A peer that computes for a smaller share of the time says why."""
 MOST_REFUSALS = 8
 """The most lines that are shown about holders that a peer does not follow."""
+MOST_REASONS = 16
+"""The most reasons for failed attempts that are shown: the most frequent ones."""
 LONGEST_REFUSAL = 400
-"""The most characters of such a line that are shown."""
+"""The most characters of such a line, or reason, that are shown."""
 MOST_ROUNDS = 16
 """The most rounds of a peer's reply that are read."""
 MOST_LINKS = 16
@@ -68,6 +70,11 @@ class Answer:
     @property
     def refusals(self) -> tuple[str, ...]:
         return tuple(printable(line[:LONGEST_REFUSAL]) for line in self.reply.averaging.refusals[:MOST_REFUSALS])
+
+    @property
+    def aborted(self) -> dict[str, int]:
+        most_first = sorted(self.reply.averaging.aborted.items(), key=lambda item: -item[1])
+        return {printable(reason[:LONGEST_REFUSAL]): number for reason, number in most_first[:MOST_REASONS]}
 
     @property
     def reached(self) -> str:

@@ -242,7 +242,7 @@ class PeerRow:
         "Of these, the ones that came to nothing, by reason.",
         default={},
         only_grows=True,
-        answered=lambda said: dict(said.reply.averaging.aborted),
+        answered=lambda said: said.aborted,
     )
     downloads: int = counter(
         "States that it has downloaded because it was behind.", answered=lambda said: said.reply.averaging.downloads

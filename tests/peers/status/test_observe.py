@@ -9,7 +9,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from peers.status.answer import LONGEST_REFUSAL, MOST_REFUSALS, LastPeer
+from peers.status.answer import LONGEST_REFUSAL, MOST_REASONS, MOST_REFUSALS, LastPeer
 from peers.status.lookout import observe, with_last_peers, with_moves
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow
@@ -130,6 +130,14 @@ async def test_what_a_peer_tells_of_its_waits_and_lines_is_bounded_text_and_figu
     assert (len(second["waiting_for"]), len(second["links"]), len(second["links"][0]["peer_id"])) == (200, 16, 64)
     assert "\x1b" not in str(second)
     assert third["state"] == "unreachable"
+
+
+async def test_of_a_peers_failed_attempts_the_most_frequent_reasons_are_shown() -> None:
+    told = {"slow": 9, "\x1b[2J" * 1000: 8} | {f"reason {number}": 1 for number in range(1000)}
+    (shown,) = await _ask([pb.DescribeReply(state="serving", averaging=pb.AveragingCounters(aborted=told))])
+    first, second, *others = shown["aborted"].items()
+    assert (first, second[1], len(others)) == (("slow", 9), 8, MOST_REASONS - 2)
+    assert second[0] == (" [2J" * 1000)[:LONGEST_REFUSAL]
 
 
 async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None:
