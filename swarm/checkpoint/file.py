@@ -23,7 +23,7 @@ import torch
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig, Timeline, forbidden_changes
 from swarm.errors import IntegrityError
-from swarm.machine import tensor_file
+from swarm.machine import json_file, tensor_file
 from swarm.machine.disk import put_in_place, sync
 from swarm.types import Block
 
@@ -269,7 +269,8 @@ def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
     Raises IntegrityError if the file cannot be read.
     """
     with tensor_file.opened(path, IntegrityError) as file:
-        return {key: file.get_tensor(key) for key in file.keys() if key.split("/")[1] in wanted}  # noqa: SIM118
+        found = [key for key in file.keys() if f"{key}/".split("/")[1] in wanted]  # noqa: SIM118
+        return {key: file.get_tensor(key) for key in found}
 
 
 def _pack(header: Header) -> dict[str, str]:
@@ -296,7 +297,10 @@ def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
             for each in fields(Header)
             if each.name not in ("config", _AMENDMENTS)
         }
-        return Header(config=config, amendments=tuple(json.loads(metadata.get(_AMENDMENTS, "[]"))), **values)
+        amendments = json_file.parse(metadata.get(_AMENDMENTS, "[]"))
+        if not (isinstance(amendments, list) and all(isinstance(each, str) for each in amendments)):
+            raise ValueError("its amendments are no list of texts")
+        return Header(config=config, amendments=tuple(amendments), **values)
     except (KeyError, ValueError) as error:
         raise IntegrityError(f"{path} was written by another release: {error}") from None
 

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def test_a_variant_is_in_the_name_and_in_the_header(written: Path) -> None:
         assert "variant" not in first.metadata(), "as in files of releases whose stages had no variants"
     written.rename(written.with_name("stage-1.0-of-3.round-4.safetensors"))
     assert [name.block for name in file.names(path.parent)] == [Block(1, 2)], "nobody writes such a name"
+
+
+def test_what_no_release_writes_is_passed_over_or_refused(written: Path) -> None:
+    config, weights = cut(3), trained(cut(3), 1, 4)
+    header, tensors = header_of(config, 1, weights), weights.state_tensors()
+    path = file.write(written.parent, header, {**tensors, "stray": torch.zeros(1)}, owner="test")
+    assert file.load(path, weights.masters).keys() == tensors.keys()
+    for nonsense in (5, [5], {}, "text"):
+        spoilt: Any = nonsense
+        path = file.write(written.parent, dataclasses.replace(header, amendments=spoilt), tensors, owner="test")
+        with pytest.raises(IntegrityError, match="its amendments are no list of texts"):
+            file.read_header(path, config)
 
 
 def test_one_that_is_cut_short_is_refused(written: Path) -> None:
