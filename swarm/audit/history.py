@@ -92,7 +92,7 @@ def read(path: Path) -> Iterator[Line]:
 def _parse(text: bytes) -> Line:
     try:
         values: dict[str, Any] = json_file.parse(text)
-        name, monotonic = values.pop("event"), values.pop("monotonic")
+        name, monotonic = values.pop("event"), float(values.pop("monotonic"))
         values.pop("time")
         block = Block.parse(values.pop("block")) if "block" in values else None
         event = _ADAPTERS[name].validate_python(values)
@@ -100,9 +100,9 @@ def _parse(text: bytes) -> Line:
         raise ValueError(f"{error.errors()[0]['msg']}") from None
     except KeyError as error:
         raise ValueError(f"no key or kind {error}; what a newer release wrote is audited with that one") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, OverflowError, TypeError, AttributeError) as error:
         raise ValueError(type(error).__name__ if not isinstance(error, ValueError) else "not JSON") from None
-    return Line(event=event, monotonic=float(monotonic), block=block)
+    return Line(event=event, monotonic=monotonic, block=block)
 
 
 class History:

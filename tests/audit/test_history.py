@@ -1,5 +1,6 @@
 """Logs that are torn, broken, incomplete, or of another run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_a_broken_middle_is_named(tmp_path: Path) -> None:
         "{\n",
         lines[4].replace("event", "tneve"),
         lines[4].replace('"samples":2', '"samples":"x"'),
+        *(re.sub(r'"monotonic":[0-9.]+', f'"monotonic":{at}', lines[4]) for at in ("null", "[]", "1" * 400)),
     ):
         path.write_text("".join([*lines[:4], broken, *lines[5:]]))
         with pytest.raises(ValueError, match=r"peer-0a.jsonl: line 5 is no event .*") as error:
