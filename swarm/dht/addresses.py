@@ -20,9 +20,10 @@ _EXPLANATIONS = {
 """Words in the errors of libp2p and hivemind when a node cannot be joined, and the explanation that the user gets
 instead."""
 _NODE = re.compile(
-    r"/(?:(?P<family>ip4|ip6)/(?P<ip>[^/]+)|dns[46]?/[A-Za-z0-9._-]+)/tcp/(?P<port>\d{1,5})"
+    r"/(?:(?P<family>ip4|ip6)/(?P<ip>[^/%]+)|dns[46]?/[A-Za-z0-9.-]+)/tcp/(?P<port>[0-9]{1,5})"
     r"/p2p/(?P<peer_id>[1-9A-HJ-NP-Za-km-z]{40,64})"
 )
+"""What hivemind takes too: no IPv6 address with a scope, and no name with an underscore."""
 
 
 class Unjoinable(PeerUnavailable):

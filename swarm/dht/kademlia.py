@@ -97,11 +97,10 @@ class Kademlia:
 
     async def reach(self, known: addresses.Node) -> None:
         """If a node that had stopped answering answers again, make it a neighbour again."""
-        endpoints, peer_id = _parse(known)
-        protocol, blacklist = self.node.protocol, self.node.blacklist
+        peer_id, protocol, blacklist = _peer_id(known), self.node.protocol, self.node.blacklist
         if peer_id in protocol.routing_table and peer_id not in blacklist:
             return
-        if await _connect(self.p2p, endpoints, peer_id) is None and await protocol.call_ping(peer_id) is not None:
+        if await _connect(self.p2p, known) is None and await protocol.call_ping(peer_id) is not None:
             # Otherwise hivemind would not call the node for a pause that doubles with each failed call.
             blacklist.register_success(peer_id)
 
@@ -214,32 +213,32 @@ async def _enter(p2p: Any, node: Any, known: Sequence[addresses.Node]) -> None:
 
 async def _meet(p2p: Any, node: Any, other: addresses.Node) -> str | None:
     """Introduce this node and another one to each other. Returns what went wrong, or None."""
-    endpoints, peer_id = _parse(other)
-    if (fault := await _connect(p2p, endpoints, peer_id)) is not None:
+    if (fault := await _connect(p2p, other)) is not None:
         return fault
     try:
         # With `validate` both nodes check that they reach each other, and that their clocks agree.
-        met = await node.protocol.call_ping(peer_id, validate=True)
+        met = await node.protocol.call_ping(_peer_id(other), validate=True)
     except ValidationError as error:
         return str(error)
     return None if met is not None else "it does not answer"
 
 
-async def _connect(p2p: Any, endpoints: Sequence[Any], peer_id: Any) -> str | None:
+async def _connect(p2p: Any, known: addresses.Node) -> str | None:
     """Connect to a node, at the endpoint that answers first. Returns what went wrong, or None."""
+    endpoints = [Multiaddr(addresses.split(address)[0]) for address in known]
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             # hivemind's P2P has no public method that gives p2pd a peer's address.
-            await p2p._client.connect(peer_id, list(endpoints))
+            await p2p._client.connect(_peer_id(known), endpoints)
     except (ControlFailure, EOFError, OSError, TimeoutError) as error:
-        logger.debug("cannot connect to %s at %s: %s", peer_id, ", ".join(map(str, endpoints)), error)
+        # Not the endpoints themselves: as text, hivemind refuses some names that libp2p would look up.
+        logger.debug("cannot connect to %s: %s", ", ".join(known), error)
         return str(error)
     return None
 
 
-def _parse(node: addresses.Node) -> tuple[Sequence[Any], Any]:
-    parts = [addresses.split(address) for address in node]
-    return [Multiaddr(endpoint) for endpoint, _ in parts], PeerID.from_base58(parts[0][1])
+def _peer_id(known: addresses.Node) -> Any:
+    return PeerID.from_base58(addresses.split(known[0])[1])
 
 
 def require_key_file(path: Path) -> None:

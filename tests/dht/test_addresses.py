@@ -20,6 +20,8 @@ PEER_ID = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
         f"/ip4/192.0.2.1/tcp/65536/p2p/{PEER_ID}",
         f"/ip4/192.0.2.300/tcp/4001/p2p/{PEER_ID}",
         f"/ip4/2001:db8::1/tcp/4001/p2p/{PEER_ID}",
+        f"/ip6/fe80::1%eth0/tcp/4001/p2p/{PEER_ID}",
+        f"/dns4/gpu_box/tcp/4001/p2p/{PEER_ID}",
         f"/ip4/192.0.2.1/udp/4001/p2p/{PEER_ID}",
         "/ip4/192.0.2.1/tcp/4001/p2p/0OIl",
         f"/ip4/192.0.2.1/tcp/4001/p2p/{PEER_ID}\n",

@@ -39,6 +39,7 @@ async def test_what_one_stores_all_can_read(first: DhtNode, second: DhtNode, cli
     ("address", "reason"),
     [
         ("/ip4/127.0.0.1/tcp/1/p2p/" + NOBODY, "check the address"),
+        ("/dns/xn--none/tcp/1/p2p/" + NOBODY, "check the address"),
         ("{first}/p2p/" + NOBODY, "another peer answers there"),
     ],
 )

@@ -37,8 +37,10 @@ async def test_a_client_without_neighbours_knows_nothing(start: Start) -> None:
 async def test_parted_nodes_find_each_other_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht_node, "RECONNECT_SECONDS", 0.1)
     one, two = start(), start()
-    one.remember(["no address"])
-    one.remember([f"/ip4/127.0.0.1/tcp/1/p2p/{two.addresses()[0].rpartition('/')[2]}", *two.addresses()])
+    wrong = f"/tcp/1/p2p/{two.addresses()[0].rpartition('/')[2]}"
+    for host in ("/ip6/fe80::1%x", "/dns/no_name", "/dns/xn--none"):
+        one.remember(["no address", f"{host}{wrong}"])
+    one.remember([f"/ip4/127.0.0.1{wrong}", *two.addresses()])
     expiration = time.time() + 30
     value = sealed_note("parted", expiration)
     assert await two.store("parted", OWNER.peer_id, value, expiration)
