@@ -168,14 +168,14 @@ def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num
 
 
 def _opened(path: Path, recipe: Recipe) -> tuple[npt.NDArray[Any], Any] | None:
-    """A prepared dataset's tokens, and what is known about them; None if it is not there. Another process may delete a
-    part of a dataset at any time."""
+    """A prepared dataset's tokens, and what is known about them; None if it is not there as a whole. Another process
+    may delete a part of a dataset at any time, and a power cut may empty the file about it."""
     try:
         # An empty file cannot be mapped.
         is_empty = path.stat().st_size == 0
         tokens = np.zeros(0, recipe.dtype) if is_empty else np.memmap(path, dtype=recipe.dtype, mode="r")
         return tokens, json.loads(_about_path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, json.JSONDecodeError):
         return None
 
 

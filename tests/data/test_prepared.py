@@ -34,6 +34,15 @@ def test_cache_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatc
     assert not second.sources[0].tokens.flags.writeable
 
 
+def test_what_a_power_cut_left_is_prepared_again(folder: Path, cache: Path) -> None:
+    first = corpora.prepare(config_of(folder), cache_dir=cache)
+    (about,) = cache.glob("*.json")
+    about.write_bytes(b"")
+    second = corpora.prepare(config_of(folder), cache_dir=cache)
+    assert second.digest == first.digest
+    assert about.read_bytes()
+
+
 def _add_what_is_no_text(folder: Path) -> list[str]:
     """Add files that are skipped, and return the lines that say so."""
     (folder / "image.txt").write_bytes(b"PNG\0\0")
