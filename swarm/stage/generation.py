@@ -142,8 +142,9 @@ class Session:
     async def _pass_on(self, token: Token) -> None:
         is_last = token.position + 1 >= self.computed.order.num_positions
         if self.is_first and not is_last:
-            # Computed while the token is on its way to the caller.
-            self._own.put_nowait(([Piece((token.token,))], True))
+            # Computed while the token is on its way to the caller. Later stages that send tokens before this stage has
+            # computed the last one have to wait.
+            await self._own.put(([Piece((token.token,))], True))
         self.on_token()
         await self._say(pb.GenerateReply(sampled=pack_token(token)))
         if is_last:
