@@ -35,6 +35,7 @@ from swarm.routing.router import Router
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.samples import Microbatch
+from swarm.training.sketches import LONGEST_STATEMENT
 from swarm.types import LONGEST_REASON, Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,9 @@ class SpotChecks:
         self, microbatch: Microbatch, tensors: Tensors, reply: HopReply, statement: pb.Statement | None
     ) -> None:
         """Draw whether an answer that counts is checked, and let another peer witness what the peer has signed."""
-        peer, statement = reply.route[self._block], None if self._drifts else statement
+        peer = reply.route[self._block]
+        if self._drifts or (statement is not None and statement.ByteSize() > LONGEST_STATEMENT):
+            statement = None
         self._standings[peer].num_since += 1
         if statement is not None and not self._signed.full():
             self._signed.put_nowait((peer, statement))

@@ -47,7 +47,7 @@ from swarm.stage.boundary import (
 from swarm.stage.own_answers import OwnAnswers
 from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage
-from swarm.training.sketches import SIGNED_TOLERANCE, Sketch, Statement, share_of_difference
+from swarm.training.sketches import LONGEST_STATEMENT, SIGNED_TOLERANCE, Sketch, Statement, share_of_difference
 from swarm.training.tally import Sign
 from swarm.types import Block, PeerRecord
 
@@ -150,7 +150,8 @@ class SpotCheck:
             return
         present, indices = self._stage.round, self._stage.context.indices
         place, signed = self.own.place, self.own.signed
-        statements = [Statement.read(each) for each in request.statements[:MOST_SIGNED]]
+        few = [each for each in request.statements[:MOST_SIGNED] if each.ByteSize() <= LONGEST_STATEMENT]
+        statements = [Statement.read(each) for each in few]
         signers = await asyncio.to_thread(lambda: [each.signer(place) for each in statements])
         members = {record.peer_id for record in self._peers(self._stage.block)}
         for signer, each in zip(signers, statements, strict=True):

@@ -33,6 +33,8 @@ from swarm.training.tally import Sign
 NUM_BUCKETS = 128
 MOST_SKETCHED = 4096
 """A round of more microbatches is not sketched: what members state would be too much for one message."""
+LONGEST_STATEMENT = 1024
+"""The most bytes of a statement in a message: its sketch has 4 * NUM_BUCKETS, and its point and signature 140."""
 RESTATED_TOLERANCE = 0.02
 """The largest difference of two sketches of one microbatch, as a share of the larger norm, by one peer. Whatever is
 allowed here a liar may use for each of its microbatches, always in the same direction."""
@@ -130,11 +132,13 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def share_of_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference, as a share of the larger norm; infinite if one is shorter."""
+    """The norm of the difference, as a share of the larger norm; infinite if one is shorter, or has NaN or infinity."""
     if one.shape != other.shape:
         return math.inf
-    longest = max(float(one.norm()), float(other.norm()))
-    return float((one - other).norm()) / longest if longest else 0.0
+    difference, longest = float((one - other).norm()), max(float(one.norm()), float(other.norm()))
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / longest if longest else 0.0
 
 
 # -- what is signed ----------------------------------------------------------------------------------------------------
@@ -289,9 +293,11 @@ class Sketched:
             return "it states the gradients of other microbatches than it counts"
         made_N, norm = self.sketch.of_part(part_P, part)
         sum_N, num_targets = self._read(stated, buckets).double().sum(0), max(1, amount.targets)
+        if not sum_N.isfinite().all():
+            return "it states sketches with numbers that are none"
         difference, longest = float((made_N * num_targets - sum_N).norm()), max(norm * num_targets, float(sum_N.norm()))
         lost = LEAST_ELEMENT * num_targets * self.sketch.num_elements(buckets) ** 0.5
-        if not (difference <= tolerance * longest + lost and math.isfinite(difference)):
+        if not difference <= tolerance * longest + lost:
             return f"its contribution differs by {difference / longest:.0%} from the sum of its answers' gradients"
         return ""
 

@@ -7,20 +7,29 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from swarm.honesty.drift import FIRST_ROUND
+from swarm.hop import spot_checks
 from swarm.hop.answers import HopReply
 from swarm.hop.spot_checks import LEAST_ANSWERS, SpotChecks
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.samples import Microbatch
+from swarm.training.sketches import LONGEST_STATEMENT
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 BLOCK = Block(1)
 CHECKED = PeerId("0" * 40)
 RIGHT, WRONG = pb.SpotCheckReply.VERDICT_AGREES, pb.SpotCheckReply.VERDICT_DIFFERS
+
+
+def _record(number: int) -> PeerRecord:
+    return PeerRecord(
+        peer_id=f"{number:040x}", stage=1, announced_at=0.0, state=PeerState.SERVING, endpoint="127.0.0.1:1"
+    )
 
 
 async def _checked(
@@ -31,11 +40,7 @@ async def _checked(
     numbers that say which ones, and `anchored` has those that were computed with an anchor. Returns whether the peer is
     left alone in the end, and the microbatches of the checks that were asked for."""
     router, asked, numbers = Router(SystemClock(), random.Random(0)), list[int](), iter(drawn)
-    records = [
-        PeerRecord(peer_id=f"{number:040x}", stage=1, announced_at=0.0, state=PeerState.SERVING, endpoint="127.0.0.1:1")
-        for number in range(num_peers)
-    ]
-    router.update(BLOCK, records)
+    router.update(BLOCK, [_record(number) for number in range(num_peers)])
 
     async def verdict(request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
         asked.append(request.microbatch)
@@ -96,3 +101,28 @@ async def test_an_answer_from_the_anchor_stands_for_those_since_the_last_one() -
 
 async def test_where_nobody_could_know_what_is_usual_nobody_is_asked() -> None:
     assert await _checked([WRONG] * LEAST_ANSWERS, num_peers=3) == (False, [])
+
+
+async def test_a_statement_that_is_none_keeps_no_other_from_being_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spot_checks, "GATHER_SECONDS", 0.01)
+    router, passed = Router(SystemClock(), random.Random(0)), asyncio.Queue[pb.SpotCheckRequest]()
+    router.update(BLOCK, [_record(number) for number in range(2)])
+
+    async def take(request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+        passed.put_nowait(request)
+        return pb.SpotCheckReply()
+
+    checks = SpotChecks(
+        run_id="", block=BLOCK, share=0.0, router=router, rng=random.Random(0),
+        stub=lambda record: SimpleNamespace(SpotCheck=take),
+    )  # fmt: skip
+    call: Any = None
+    reply = HopReply(loss=1.0, tensors={}, route={BLOCK: CHECKED}, num_reroutes=0, num_busy=0, _call=call)
+    replay = Microbatch(index=0, round=0, num_samples=1, accumulate_only_at=1)  # Is not checked.
+    whole = pb.Statement(microbatch=1, sketch=bytes(8))
+    for statement in (pb.Statement(sketch=bytes(LONGEST_STATEMENT)), whole):
+        checks.acknowledged(replay, {}, reply, statement)
+    running = asyncio.create_task(checks.run())
+    async with asyncio.timeout(10):
+        assert list((await passed.get()).statements) == [whole]
+    running.cancel()

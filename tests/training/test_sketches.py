@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from swarm.credentials import identity
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.samples import Amount
-from swarm.training.sketches import NUM_BUCKETS, Sketch, Sketched, Stated, Statement, Witnessed
+from swarm.training.sketches import (
+    LONGEST_STATEMENT,
+    NUM_BUCKETS,
+    Sketch,
+    Sketched,
+    Stated,
+    Statement,
+    Witnessed,
+    share_of_difference,
+)
 
 SHAPES = {"head.weight": (300, 48), "layers.0.a": (64, 96), "layers.0.b": (96,), "norm": (48,), "conv": (8, 3, 5)}
 NUM_ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
@@ -85,6 +95,7 @@ def test_a_statement_holds_for_what_it_says_alone() -> None:
     made = Statement.signed(ANN.sign_with_point, PLACE, 17, 2, SKETCH.of(gradient(1)))
     assert made.signer(PLACE) == ANN.peer_id
     assert torch.equal(made.sketch_N, SKETCH.of(gradient(1)))
+    assert pb.Statement(**made._replace(microbatch=1 << 48, round=1 << 48)._asdict()).ByteSize() < LONGEST_STATEMENT
     others = [("another", "1", "lineage"), ("run", "2", "lineage"), ("run", "1", "another")]
     changed = [
         made._replace(microbatch=18), made._replace(round=3), made._replace(sketch=made.sketch[4:]),
@@ -194,3 +205,5 @@ def test_what_is_no_number_is_a_fault(number: float) -> None:
     told = told._replace(sketches=np.full(len(told.sketches) // 4, number, dtype="<f4").tobytes())
     assert fault(sketched(OWN), contribution(), told) != ""
     assert fault(sketched(), contribution(), told) != ""
+    assert fault(sketched(), contribution(torch.zeros_like), told) != ""
+    assert share_of_difference(torch.full((4,), number), torch.zeros(4)) >= 1.0
