@@ -32,6 +32,8 @@ the sum, because rounding might be as large as a smaller one."""
 FIRST_ROUND = 2
 """Before it nothing is compared: the first steps of all change a model out of recognition."""
 _SHORTEST = 1e-30
+_FARTHEST = 200.0
+"""The logarithm of a norm beyond all that float32 holds. A median with infinity or NaN in it would say nothing."""
 
 
 class Likeness(NamedTuple):
@@ -60,7 +62,10 @@ class Likeness(NamedTuple):
             told, made = (each - each.mean((0, 1)) for each in (told, made))
         lengths = float(told.norm()), float(made.norm())
         cosine = float((told * made).sum()) / max(_SHORTEST, lengths[0] * lengths[1]) if any(lengths) else 1.0
-        return cls(cosine, math.log(told_norm / made_norm))
+        log_ratio = math.log(told_norm / made_norm)
+        if not math.isfinite(cosine + log_ratio):
+            return cls(-1.0, _FARTHEST)
+        return cls(cosine, log_ratio)
 
 
 @dataclass(eq=False)

@@ -101,3 +101,15 @@ def test_peers_beyond_a_number_are_forgotten() -> None:
         for number in range(MOST_SEEN + 1):
             drift.fault(f"new {number}", {"loss": Likeness(1.0, 0.0)})
     assert drift.fault("liar", {"output": Likeness.of(-_tensor(1), _tensor(1))}) is None
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_a_loss_that_is_no_number_makes_no_honest_one_look_wrong(number: float) -> None:
+    def found(loss: float) -> Mapping[str, Likeness]:
+        return {"loss": Likeness.of(torch.tensor([loss]), torch.tensor([2.0]))}
+
+    drift = Drift()
+    assert drift.fault("liar", found(number)) is None
+    assert drift.fault("other", found(2.0)) is None
+    assert drift.fault("third", found(2.1)) == ""
+    assert drift.fault("liar", found(number)), "and is found wrong"
