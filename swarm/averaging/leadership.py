@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 MOST_AHEAD = 1000
 """The most by which an attempt's number follows what a member says it has promised. Numbers are bounded, and one that
 is used cannot be undone."""
+MOST_REASONS, OTHERWISE = 64, "for other reasons"
+"""The reasons of failed attempts that are counted by themselves, and what all others count as. They have names, times
+and members' words in them, and travel with every answer to Describe."""
 _REST_PER_LOOK = 4.0
 """The pause between two looks at the round, as a multiple of the time that a look takes. It leaves time for other work
 of the event loop."""
@@ -55,7 +58,7 @@ class LeadLoop:
         """Lead whenever it is this peer's turn, until cancelled. After a cancellation, members do not know how a
         running attempt ends."""
         clock, timing = self.context.clock, self.context.timing
-        num_failures = 0
+        backoff_seconds = 0.0
         await wait(self.context.changes.next, timing.heartbeat_seconds)
         while True:
             changed, looked_at = self.context.changes.next, clock.monotonic()
@@ -65,11 +68,10 @@ class LeadLoop:
                 await clock.sleep(min(timing.heartbeat_seconds, rest_seconds))
                 await wait(changed, timing.heartbeat_seconds)
             elif await self._attempt():
-                num_failures = 0
+                backoff_seconds = 0.0
             else:
-                num_failures += 1
-                backoff = timing.retry_seconds * 2 ** (num_failures - 2) if num_failures > 1 else 0.0
-                await clock.sleep(min(timing.max_retry_seconds, backoff))
+                await clock.sleep(backoff_seconds)
+                backoff_seconds = min(timing.max_retry_seconds, max(timing.retry_seconds, 2 * backoff_seconds))
 
     async def _attempt(self) -> bool:
         standing, promised = self.place.standing, self.place.group.promised
@@ -89,7 +91,8 @@ class LeadLoop:
                     self.roster.suspicions.failed(peer_id)
         except AttemptFailed as failed:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
-            self.aborted[str(failed)] += 1
+            reason = str(failed)
+            self.aborted[reason if reason in self.aborted or len(self.aborted) < MOST_REASONS else OTHERWISE] += 1
             # A member's promise is no more than its word, and numbers have a bound.
             self._attempts[standing.round] = max(number, min(failed.promised_attempt, number + MOST_AHEAD))
             await self._learn_from(failed)

@@ -1,10 +1,14 @@
 """When a leader looks at the round, and how soon it begins an attempt."""
 
 import asyncio
+import dataclasses
 from functools import partial
 
 import pytest
 
+from swarm.averaging.agreement.blame import AttemptFailed
+from swarm.averaging.leadership import MOST_REASONS, OTHERWISE
+from swarm.errors import PeerUnavailable
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, all_past, broken, network_of, peer_id, stages, until
 from tests.averaging.fake_stage import make_config
@@ -43,3 +47,23 @@ async def test_one_that_is_never_in_time_does_not_make_each_round_longer_than_th
             await until(partial(all_past, members[:2], number), seconds=60.0)
             await until(lambda: len(network.peers[peer_id(1)].averager.view().progress) == 3)
             assert time() - began_at < 5 * QUICK.commit_seconds
+
+
+@in_virtual_time
+async def test_a_leader_tries_again_however_often_it_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        if leading.num_attempts % 2:
+            raise PeerUnavailable("a stage that shares parameters is away all night")
+        raise AttemptFailed(f"nothing came within {leading.num_attempts} s")
+
+    timing = dataclasses.replace(QUICK, max_retry_seconds=QUICK.retry_seconds)
+    async with network_of(make_config("diloco"), 1, timing=timing) as network:
+        (stage,), leading = stages(network, 1), network.peers[peer_id(1)].averager.lead_loop
+        with monkeypatch.context() as patch:
+            patch.setattr(leading.round, "attempt", fail)
+            stage.learn(0, 1, 2, 3, 4, 5)
+            await until(lambda: leading.num_attempts > 1100, seconds=120.0)
+            assert stage.round == 0
+        assert leading.aborted[OTHERWISE] > 400
+        assert len(leading.aborted) == MOST_REASONS + 1
+        await until(lambda: stage.round == 1)
