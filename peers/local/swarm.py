@@ -23,7 +23,7 @@ from peers.trainer.options import TrainerOptions
 from swarm.credentials.identity import Identity
 from swarm.errors import PeerUnavailable
 from swarm.machine import json_file
-from swarm.machine.words import numbered
+from swarm.machine.words import numbered, printable
 from swarm.metrics import MetricsLog, plot_loss
 from swarm.metrics import read as read_metrics
 from swarm.rpc.channels import ChannelPool
@@ -83,7 +83,7 @@ class Output:
         plot_loss(self.metrics, self.folder / "loss.png")
         sample = self.folder / "sample.txt"
         if sample.exists():
-            print(sample.read_text(encoding="utf-8"))
+            print(printable(sample.read_text(encoding="utf-8"), keep="\n\t"))
         console = Screen()
         console.print_json(data=summary)
         console.print(f"Figures, plot and logs are in {self.folder}", highlight=False, soft_wrap=True)

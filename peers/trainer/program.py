@@ -50,7 +50,7 @@ from swarm.events import Events, Leave
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.clock import Loop, SystemClock
-from swarm.machine.words import counted
+from swarm.machine.words import counted, printable
 from swarm.metrics import MetricsLog
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
@@ -272,7 +272,7 @@ async def finish(
     interrupted = exit_code != 0
     report.goodbye(interrupted=interrupted)
     if sample:
-        print(sample)
+        print(printable(sample, keep="\n\t"))
     files = report.files(corpus, interrupted=interrupted)
     if sample:
         files["sample.txt"] = lambda path: path.write_text(sample + "\n", encoding="utf-8")

@@ -238,7 +238,7 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
     corpus = text_corpus((np.arange(9, dtype=np.uint16) % 3, 6), vocab_size=3)
     for name in stuck:
         (tmp_path / name).mkdir()
-    sample = "" if told else "it goes on"
+    sample = "" if told else "it\x1bgoes\ton"
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         report = Report(
             SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True), clock=ManualClock(),
@@ -248,7 +248,7 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
         assert await finish(report, tmp_path, corpus, sample, reported, exit_code=told) == exit_code
     assert caplog.messages == [f"{tmp_path / name} is not written: Is a directory" for name in stuck]
     _, *said = capsys.readouterr().out.splitlines()
-    assert said == [*([sample] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]
+    assert said == [*(["it goes\ton"] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]
     expected = {"metrics.jsonl", "loss.png"} | (set() if told else {"summary.json", "sample.txt"})
     assert {name for name in os.listdir(tmp_path) if name not in stuck} == expected - set(stuck)
 
