@@ -18,7 +18,7 @@ from swarm.rpc.ask import Stream
 from swarm.rpc.entry import where
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import parsed
-from swarm.types import LONGEST_REASON, Block, PeerId, PeerRecord
+from swarm.types import LARGEST_STAGE, LONGEST_REASON, Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ MOST_CAUSES, MOST_NAMES = 3, 3
 """How many causes are shown, and how many peers for each."""
 LONGEST_CAUSES = 600
 """Of another peer's causes."""
+_LONGEST_ID = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +179,12 @@ def pack_route(route: Mapping[Block, PeerId]) -> list[pb.RouteEntry]:
     ]
 
 
-def unpack_route(entries: Iterable[pb.RouteEntry]) -> dict[Block, PeerId]:
-    return {Block(entry.stage, entry.variant): PeerId(entry.peer_id) for entry in entries}
+def unpack_route(entries: Iterable[pb.RouteEntry], *, after: int = -1) -> dict[Block, PeerId]:
+    """The peers that a message names of the stages behind `after`, one of each. Whatever else it names is left out: the
+    peer that passes it on, with its own name beside it, would send too much."""
+    named = (each for each in entries if after < each.stage <= LARGEST_STAGE and len(each.peer_id) <= _LONGEST_ID)
+    by_stage = {each.stage: each for each in named}
+    return {Block(each.stage, each.variant): PeerId(each.peer_id) for each in by_stage.values()}
 
 
 class HopListener:

@@ -32,7 +32,7 @@ from swarm.rpc.wire import (
 )
 from swarm.training import samples
 from swarm.training.samples import Microbatch
-from swarm.types import PeerId, PeerRecord
+from swarm.types import LARGEST_COUNT, LARGEST_STAGE, LONGEST_REASON, PeerId, PeerRecord
 
 EncodingsIn = Callable[[int], Mapping[str, str]]
 """The encodings of a round's activations and gradients, by their names."""
@@ -139,9 +139,9 @@ class Calls:
                 _require_targets(done.num_targets, tensors)
                 self._learn(record, microbatch, done, way)
                 return HopReply(
-                    loss=done.loss, tensors=reader.tensors,
-                    route={**unpack_route(done.route), self._block: peer_id},
-                    num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
+                    loss=done.loss, tensors=reader.tensors, num_busy=retries.num_busy, _call=call,
+                    route={**unpack_route(done.route, after=self._block.stage), self._block: peer_id},
+                    num_reroutes=min(LARGEST_COUNT, done.num_reroutes + retries.num_failures),
                     anchor_round=done.anchor_round if done.HasField("anchor_round") else None,
                 )  # fmt: skip
 
@@ -235,14 +235,14 @@ class Calls:
                 await _require_complete(reader)
                 return reply.done
             if reply.HasField("progress"):
-                progress = reply.progress
-                if progress.stage != self._block.stage:
+                progress, own = reply.progress, self._block.stage
+                if progress.stage != own:
                     stalled_since = self._clock.monotonic()
                 else:
                     waited_seconds = self._clock.monotonic() - stalled_since
                     retries.require_no_stall(peer_id, microbatch.num_samples, waited_seconds)
                 listener.progress(progress.stage, obstacle=obstacle_of(progress))
-                if retries.route.progressed(peer_id, progress.stage, unpack_route(progress.route)):
+                if retries.route.progressed(peer_id, progress.stage, unpack_route(progress.route, after=own)):
                     listener.routed(retries.route.peers)
             elif not pieces:
                 _admitted(reply)
@@ -300,12 +300,12 @@ class Calls:
                 require_bounds(reply.held, finite=True)
         # The answer may name peers of other stages. That does no harm, because they are only hints.
         own = pb.HeldRound(peer_id=record.peer_id, round=reply.held.round)
-        return Hold(stream, [own, *reply.held.later])
+        return Hold(stream, [own, *reply.held.later[: LARGEST_STAGE - self._block.stage]])
 
 
 def _admitted(reply: pb.TrainReply) -> pb.Accepted:
     if reply.HasField("busy"):
-        raise Overloaded(reply.busy.reason, retry_after_seconds=reply.busy.retry_after_seconds)
+        raise Overloaded(reply.busy.reason[:LONGEST_REASON], retry_after_seconds=reply.busy.retry_after_seconds)
     if not reply.HasField("accepted"):
         raise PeerUnavailable("an answer that neither accepts nor refuses")
     return reply.accepted

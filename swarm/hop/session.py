@@ -14,7 +14,7 @@ from swarm.hop.retries import HopContext
 from swarm.rpc.ask import Stream
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
-from swarm.types import PeerId, PeerRecord
+from swarm.types import LARGEST_STAGE, PeerId, PeerRecord
 
 PIECE_TOKENS = 256
 """Most positions that are computed together, so that other work gets its turn between the pieces of a long prompt."""
@@ -204,4 +204,5 @@ async def open_session(
                 raise PeerUnavailable("a token came before the session was opened")
         if not reply.opened.rounds:
             raise PeerUnavailable("an answer without the rounds that are used")
-    return SessionCall(stream, record, order, reply.opened.rounds, silence_seconds)
+    rounds_of_later = reply.opened.rounds[: LARGEST_STAGE + 1 - context.block.stage]
+    return SessionCall(stream, record, order, rounds_of_later, silence_seconds)

@@ -44,6 +44,8 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
     errors.UnknownCall: grpc.StatusCode.UNIMPLEMENTED,
 }
+LONGEST_DETAILS = 1000
+"""Of what another peer says of its error. A peer that passes it on puts more in front, and gRPC takes some KiB."""
 _TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
 """Matches gRPC's messages when connecting took too long. It says "endpoint closing" if a TLS handshake took too long,
 and 504 is the answer of meeting/dialler if no way worked."""
@@ -119,7 +121,7 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
     """The error for a failed call: the servicer's own, or one which says that the peer is out of reach or too slow."""
     metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
     name, argument = metadata.get(_ERROR_KEY), metadata.get(_ARGUMENT_KEY, "0")
-    details = error.details() or error.code().name
+    details = (error.details() or error.code().name)[:LONGEST_DETAILS]
     error_class = _CLASSES.get(str(name))
     try:
         if error_class is errors.Overloaded:

@@ -1,5 +1,6 @@
 """What a hop makes of peers that answer nonsense, or refuse: another peer is asked, and who is at fault is banned."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,12 @@ import torch
 
 from swarm.config import RunConfig
 from swarm.errors import NotAllowed, RetriesExhausted, SwarmError
+from swarm.hop.answers import pack_route
 from swarm.hop.retries import HopLimits
+from swarm.rpc.bounds import LONGEST_MESSAGE_LIST
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import Block
+from swarm.stage import servicer
+from swarm.types import Block, PeerId
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Peer, running_chain
 from tests.support.chunks import chunks, int8_blocks
 
@@ -68,6 +72,21 @@ async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
         assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 2)
         assert first.router.banned(Block(1)) == {bad.peer_id}
         assert all(bool(value.isfinite().all()) for value in first.weights.buckets.open().sums.values())
+
+
+async def test_what_a_peer_says_of_later_stages_gets_nobody_banned_who_passes_it_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def route(peers: Mapping[Block, PeerId]) -> list[pb.RouteEntry]:
+        many = [pb.RouteEntry(stage=2, variant=number, peer_id="x") for number in range(LONGEST_MESSAGE_LIST)]
+        return pack_route(peers) or many  # The last stage has none to name.
+
+    monkeypatch.setattr(servicer, "pack_route", route)
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 1)) as chain:
+        first = chain.peers[0]
+        await chain.train_all(range(2))
+        assert chain.router.banned(Block(0)) == first.router.banned(Block(1)) == set()
+        chain.assert_accumulated(range(2))
 
 
 async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> None:
