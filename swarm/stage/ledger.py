@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from swarm.types import LARGEST_COUNT
+
 _Computation = TypeVar("_Computation")
 
 
@@ -53,8 +55,9 @@ class Ledger(Generic[_Computation]):
         self.saw(microbatch)
 
     def saw(self, microbatch: int) -> None:
-        """Note an id, known here or not. New microbatches must have higher ids."""
-        self.highest_microbatch = max(self.highest_microbatch, microbatch)
+        """Note an id, known here or not. New microbatches must have higher ids. One beyond LARGEST_COUNT, which follows
+        from an id that somebody made up, would have all reports of this peer refused."""
+        self.highest_microbatch = max(self.highest_microbatch, min(microbatch, LARGEST_COUNT))
 
     def accumulated(self, microbatch: int) -> None:
         entry = self._entries[microbatch]

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swarm.stage.ledger import EntryState, Ledger
+from swarm.types import LARGEST_COUNT
 
 
 def _ledger(*committed: tuple[int, int], keep: bool = False) -> Ledger[str]:
@@ -37,6 +38,8 @@ def test_the_highest_id_survives_forgetting_and_pruning() -> None:
     ledger.prune(before_round=1)
     assert (len(ledger), ledger.highest_microbatch) == (0, 9)
     assert Ledger[str]().highest_microbatch == -1
+    ledger.saw(LARGEST_COUNT + 1)
+    assert ledger.highest_microbatch == LARGEST_COUNT, "what may be reported"
 
 
 class _LedgerModel(RuleBasedStateMachine):
