@@ -38,7 +38,7 @@ async def test_parted_nodes_find_each_other_again(start: Start, monkeypatch: pyt
     monkeypatch.setattr(dht_node, "RECONNECT_SECONDS", 0.1)
     one, two = start(), start()
     wrong = f"/tcp/1/p2p/{two.addresses()[0].rpartition('/')[2]}"
-    for host in ("/ip6/fe80::1%x", "/dns/no_name", "/dns/xn--none"):
+    for host in ("/ip6/fe80::1%x", "/dns/no_name", "/dns/xn--none", "/dns/xn--other"):
         one.remember(["no address", f"{host}{wrong}"])
     one.remember([f"/ip4/127.0.0.1{wrong}", *two.addresses()])
     expiration = time.time() + 30
