@@ -61,8 +61,8 @@ def test_what_no_release_writes_is_passed_over_or_refused(written: Path) -> None
     header, tensors = header_of(config, 1, weights), weights.state_tensors()
     path = file.write(written.parent, header, {**tensors, "stray": torch.zeros(1)}, owner="test")
     assert file.load(path, weights.masters).keys() == tensors.keys()
-    for nonsense in (5, [5], {}, "text"):
-        spoilt: Any = nonsense
+    nonsense: list[Any] = [5, [5], {}, "text"]
+    for spoilt in nonsense:
         path = file.write(written.parent, dataclasses.replace(header, amendments=spoilt), tensors, owner="test")
         with pytest.raises(IntegrityError, match="its amendments are no list of texts"):
             file.read_header(path, config)
