@@ -30,7 +30,7 @@ from swarm.averaging.round import Round
 from swarm.averaging.servicer import Handlers
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.vectors.shared import TiedParameters
-from swarm.averaging.watch import GroupView, RoundWatch, report_to
+from swarm.averaging.watch import GroupView, RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Broadcast, Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
@@ -112,8 +112,7 @@ class Averager:
         advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster)
         participant = Participant(context, place, own_round, advance, shared, roster)
         call = Calls(context, roster, participant)
-        report = partial(report_to, context, place, member, roster)
-        survey = Survey(context, place, roster, advance, call, report)
+        survey = Survey(context, place, member, roster, advance, call)
         transfer = StateTransfer(
             context.transport, context.address, context.own_id, context.waits, context.clock,
             silence_seconds=context.timing.silence_seconds,
@@ -124,7 +123,7 @@ class Averager:
             context, place, advance=advance, transfer=transfer, survey=survey, entry=entry, missed_rounds=missed_rounds
         )
         self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up.look)
-        self.watch = watch = RoundWatch(context, place, member, roster, reporter.nudge, reporter.may_be_behind)
+        self.watch = watch = RoundWatch(context, place, member, roster, reporter)
         barrier = Barrier(context, place, shared, watch, call, own_round)
         self.succession = Succession(context, place, member, roster, survey, own_round, barrier, watch)
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)

@@ -156,7 +156,7 @@ class Succession:
         standing, group = self.place.standing, self.place.group
         told = await self.survey.look()
         leader_id, own = self.watch.leader_id, self.member.progress()
-        if self.place.standing != standing or self.watch.may_be_behind():
+        if self.place.standing != standing or self.watch.reporter.may_be_behind():
             return
         if leader_id == self.context.own_id or not self.watch.is_whole(told | {self.context.own_id: own}):
             self._tenure.restart()

@@ -19,7 +19,7 @@ from swarm.averaging.agreement.place import Place
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import Roster
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import REPORT, Caller
+from swarm.averaging.wire.transport import REPORT, Caller, contact_of
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, RoundMember
@@ -35,13 +35,27 @@ class Survey:
 
     context: Context
     place: Place
+    member: RoundMember
     roster: Roster
     advance: Advance
     call: Caller
-    report: Callable[[PeerId], pb.ReportRequest]
-    """Makes a report for a peer; see watch.report_to."""
     _asked: set[PeerId] = field(default_factory=set, init=False)
     """The peers that served at the last call of `choose`."""
+
+    def report(self, peer_id: PeerId) -> pb.ReportRequest:
+        """What a member reports to a peer: where it stands, and what it has of the round. Reporter sends this to the
+        leader after every change, such as an inner step, and with each heartbeat."""
+        progress, prepared = self.member.progress(), self.place.group.prepared
+        return pb.ReportRequest(
+            address=self.context.address,
+            sender=contact_of(self.context.present),
+            standing=messages.pack_standing(self.place.standing),
+            num_samples=progress.num_samples,
+            committed_gaps=messages.pack_indices(progress.committed),
+            highest_microbatch=progress.highest_microbatch,
+            prepared=messages.pack_ballot(prepared.ballot if prepared else None),
+            unanswered=peer_id in self.roster.suspicions.suspected,
+        )
 
     async def choose(self) -> Standing | None:
         """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""

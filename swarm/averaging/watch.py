@@ -14,6 +14,7 @@ from typing import assert_never
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Place
+from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import contact_of
@@ -56,32 +57,13 @@ class GroupView:
     quiet_seconds: float
 
 
-def report_to(context: Context, place: Place, member: RoundMember, roster: Roster, peer_id: PeerId) -> pb.ReportRequest:
-    """What a member reports: where it stands, and what it has of the round. Reporter sends this to the leader after
-    every change, such as an inner step, and with each heartbeat."""
-    progress, prepared = member.progress(), place.group.prepared
-    return pb.ReportRequest(
-        address=context.address,
-        sender=contact_of(context.present),
-        standing=messages.pack_standing(place.standing),
-        num_samples=progress.num_samples,
-        committed_gaps=messages.pack_indices(progress.committed),
-        highest_microbatch=progress.highest_microbatch,
-        prepared=messages.pack_ballot(prepared.ballot if prepared else None),
-        unanswered=peer_id in roster.suspicions.suspected,
-    )
-
-
 @dataclass(eq=False)
 class RoundWatch:
     context: Context
     place: Place
     member: RoundMember
     roster: Roster
-    nudge: Callable[[PeerId], None]
-    """Has this peer report to another one soon."""
-    may_be_behind: Callable[[], bool]
-    """Tells whether the group may have gone on without this peer, because it catches up, or stood still."""
+    reporter: Reporter
     _told_round: int = field(default=-1, init=False)
     _told_at: dict[PeerId, float] = field(default_factory=dict, init=False)
     """When this peer, in `_told_round`, last sent to each member what all members have committed."""
@@ -106,7 +88,7 @@ class RoundWatch:
         # its reports say so.
         self.place.branches.reported(peer_id, theirs)
         if not self.place.branches.is_known(theirs) and self.place.leads is None:
-            self.nudge(peer_id)
+            self.reporter.nudge(peer_id)
         reply = pb.ReportReply(
             standing=messages.pack_standing(standing), active=messages.pack_ballot(self.place.leads),
             outcome=self.place.outcomes.get(theirs.round), leader=self.leader_contact(),
@@ -174,7 +156,7 @@ class RoundWatch:
     def overdue(self) -> Set[PeerId]:
         # A peer that stood still has received no reports in that time, and during an attempt nothing is added to a
         # round.
-        is_of_use = not self.may_be_behind() and self.place.leads is None
+        is_of_use = not self.reporter.may_be_behind() and self.place.leads is None
         return self.roster.overdue(self.place.standing) if is_of_use else frozenset()
 
     # -- who leads ---------------------------------------------------------------------------------------------------
@@ -195,7 +177,7 @@ class RoundWatch:
         `Round.attempt` make it. Its members are those in `view().progress`: this peer, and those that have reported
         lately from this very round and branch."""
         view, place = self.view(), self.place
-        if not self._hears_all(view.is_leader) or self.may_be_behind() or place.group.active is not None:
+        if not self._hears_all(view.is_leader) or self.reporter.may_be_behind() or place.group.active is not None:
             return False
         if place.branches.is_in_doubt:
             # This peer may have been left behind: then it would commit a second result of a round that is over.
