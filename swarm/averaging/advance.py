@@ -5,7 +5,7 @@ Each of these ways changes the stage once, and then updates the member's place. 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -115,12 +115,10 @@ class Advance:
             )
             named = await self._named(kept.round_result.tally, messages.unpack_signatures(outcome.prepared))
             self._state_digest = await self.member.apply(result)
-            self.own_round.exchanges.suspects.take_over(named)
-            self.roster.passed_over.committed(outcome)
             before = self.place.standing
             self.place.group.commit(round_number, digest)
             self.place.committed(messages.standing_of(self.member.progress()), outcome)
-            self._moved()
+            self._moved(outcome, named)
             after, digests = self.place.standing, self._state_digest
             self.donor.committed(
                 Committed(
@@ -166,12 +164,8 @@ class Advance:
             self.own_round.exchanges.reset()
             self.donor.jumped()
             self.place.group.install(snapshot.round)
-            for outcome in outcomes[-1:]:
-                # Without any, nobody tells who the members are whose word counts.
-                self.own_round.exchanges.suspects.take_over(named)
-                self.roster.passed_over.committed(outcome)
             self.place.installed(messages.standing_of(self.member.progress()), outcomes, past)
-            self._moved()
+            self._moved(outcomes[-1] if outcomes else None, named)
         return None
 
     def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
@@ -241,10 +235,8 @@ class Advance:
                 self.donor.jumped()
                 return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
             self.place.group.install(reached.round, last_digest=committed.result.digest)
-            self.own_round.exchanges.suspects.take_over(named)
-            self.roster.passed_over.committed(committed.outcome)
             self.place.applied_missed(reached, committed.outcome)
-            self._moved()
+            self._moved(committed.outcome, named)
             self.donor.committed(committed)
         return None
 
@@ -297,7 +289,12 @@ class Advance:
         if error is not None:
             raise error
 
-    def _moved(self) -> None:
+    def _moved(self, outcome: pb.Outcome | None, named: Mapping[str, Named]) -> None:
+        """Begin the round after this outcome, whose members have `named` liars."""
+        if outcome is not None:
+            # Without one, nobody tells who the members are whose word counts.
+            self.own_round.exchanges.suspects.take_over(named)
+            self.roster.passed_over.committed(outcome)
         self.own_round.end()
         self.roster.moved(self.place.standing, self.place.last_members)
         self.context.changes.progressed()
