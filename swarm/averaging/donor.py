@@ -54,12 +54,6 @@ class _Pin:
     """Whether more than the header was asked for."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    committed: Committed
-    content: TensorBytes
-
-
 class Donor:
     """One peer's pinned snapshots and its log of results, which reaches back to the oldest of them."""
 
@@ -76,7 +70,7 @@ class Donor:
         """Held while a snapshot is made: peers that ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
         """By round, oldest first."""
-        self._log: dict[int, _Kept] = {}
+        self._log: dict[int, Committed] = {}
         self._in_groups: tuple[int, float] = -1, -math.inf
         """The last round that members in groups averaged, and until when its result is kept."""
 
@@ -120,7 +114,7 @@ class Donor:
             self._in_groups = committed.before.round, self._clock.monotonic() + PIN_SECONDS
         elif not self._pins:
             return
-        self._log[committed.before.round] = _Kept(committed, TensorBytes(committed.result.tensors.values()))
+        self._log[committed.before.round] = committed
         while self._pins and self._log_bytes > max(RESULTS_BYTES, RESULTS_FACTOR * self._pins[0].content.num_bytes):
             lost = self._pins.pop(0)
             logger.warning(
@@ -195,23 +189,21 @@ class Donor:
         turns = self._result_turns if self._place.standing.round - begins_at > 1 else None
         while standing != self._place.standing:
             kept = self._log.get(standing.round)
-            if kept is None or kept.committed.before != standing:
+            if kept is None or kept.before != standing:
                 raise NotReady(f"the results from round {standing.round} on are not kept here")
             for pin in (pins := [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]):
                 self._renew(pin)
-            content = kept.content
             async with _turn(turns, request.peer_id, caller):
-                sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
-                yield pb.DownloadReply(
-                    result=await results.pack(kept.committed, sha256, lambda: self._place.standing.round)
-                )
-                for piece in content.pieces(0, content.num_bytes):
+                header = await results.pack(kept)
+                header.donor_round = self._place.standing.round
+                yield pb.DownloadReply(result=header)
+                for piece in kept.content.pieces(0, kept.content.num_bytes):
                     for pin in pins:
                         pin.is_fetched = True
                         self._renew(pin)
                     await yield_to_exchange(self._is_exchanging, self._clock)
                     yield pb.DownloadReply(data=piece)
-            standing = kept.committed.after
+            standing = kept.after
 
     def _is_exchanging(self) -> bool:
         return self._place.group.phase is Phase.EXCHANGING

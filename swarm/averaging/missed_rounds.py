@@ -131,8 +131,8 @@ class MissedRounds:
                 await self.advance.apply_missed(committed)
                 self._given_at = self.context.clock.monotonic()
                 self.entry.saw(group_round, now=self._given_at)
-                num_bytes = sum(tensor.nbytes for tensor in committed.result.tensors.values())
-                if self._gives_up(self._pace(committed.after.round, group_round), num_bytes, has_others()):
+                pace = self._pace(committed.after.round, group_round)
+                if self._gives_up(pace, committed.content.num_bytes, has_others()):
                     return True
         return False
 

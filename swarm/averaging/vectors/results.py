@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -38,16 +39,21 @@ class Committed:
     state_digest: asyncio.Future[str]
     amendments: tuple[str, ...] = ()
 
+    @cached_property
+    def content(self) -> TensorBytes:
+        """The averaged tensors, as they are sent."""
+        return TensorBytes(self.result.tensors.values())
 
-async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], int]) -> pb.ResultHeader:
-    """Make the header that announces a result on the wire, once the state's digest is known. `sha256` is the digest of
-    the tensors' bytes, which follow the header. `donor_round` gives this peer's round; called once the state's digest
-    is known."""
+
+async def pack(committed: Committed) -> pb.ResultHeader:
+    """Make the header that announces a result on the wire, once the state's digest is known. The tensors' bytes follow
+    it. It lacks the donor's round."""
+    content = committed.content
+    sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
     state_digest = await asyncio.shield(committed.state_digest)
     return pb.ResultHeader(
         outcome=committed.outcome, standing=messages.pack_standing(committed.after), state_digest=state_digest,
-        tensors=describe(committed.result.tensors), sha256=sha256, donor_round=donor_round(),
-        amendments=committed.amendments,
+        tensors=describe(committed.result.tensors), sha256=sha256, amendments=committed.amendments,
     )  # fmt: skip
 
 
@@ -118,9 +124,8 @@ class IncomingResult:
     def __init__(self, before: Standing, header: pb.ResultHeader, max_bytes: int) -> None:
         """Raises MalformedMessage for a header that makes no sense."""
         self.header = header
-        tensors = allocate(header.tensors, max_bytes)
-        self.committed = _unpack(before, header, tensors)
-        self._content = TensorBytes(tensors.values())
+        self.committed = _unpack(before, header, allocate(header.tensors, max_bytes))
+        self._content = self.committed.content
         self._num_filled = 0
 
     @property
