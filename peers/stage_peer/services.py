@@ -46,7 +46,7 @@ def block_handlers(
     add_stage_servicer(servicer, server)
     add_GenerationServiceServicer_to_server(generation, server)
     add_LeaseServiceServicer_to_server(lease, server)
-    add_AveragingServiceServicer_to_server(AveragingServicer(averager.handlers, own_id=membership.peer_id), server)
+    add_AveragingServiceServicer_to_server(AveragingServicer(averager.handlers), server)
     return handlers
 
 

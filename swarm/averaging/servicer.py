@@ -113,9 +113,8 @@ async def _raise(error: Exception) -> None:
 
 @answers_errors
 class AveragingServicer(AveragingServiceServicer):
-    def __init__(self, handlers: Handlers, *, own_id: str) -> None:
+    def __init__(self, handlers: Handlers) -> None:
         self._handlers = handlers
-        self._own_id = own_id
 
     async def Report(self, request: pb.ReportRequest, context: GrpcContext) -> pb.ReportReply:
         return await self._handlers.handle(REPORT, request)
@@ -146,7 +145,8 @@ class AveragingServicer(AveragingServiceServicer):
         except SwarmError as error:
             # Sent as an answer, not as a gRPC error, because the caller must learn which member is at fault.
             if not isinstance(error, MemberFailed):
-                error = MemberFailed(self._own_id, str(error), noticed_by=self._own_id)
+                own_id = self._handlers.context.own_id
+                error = MemberFailed(own_id, str(error), noticed_by=own_id)
             yield pb.ExchangeReply(failure=messages.pack_failure(error))
             return
         deviations = messages.pack_deviations(reduced.deviations)

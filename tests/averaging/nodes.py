@@ -51,9 +51,7 @@ class Node:
         )
         self.averager = Averager(context, self.stage)
         self.stage.averager = self.averager
-        add_AveragingServiceServicer_to_server(
-            AveragingServicer(self.averager.handlers, own_id=self.record.peer_id), self.server
-        )
+        add_AveragingServiceServicer_to_server(AveragingServicer(self.averager.handlers), self.server)
         # Members that wait for an exchange ask for a sign of life meanwhile.
         add_HealthServicer_to_server(HealthServicer(), self.server)
         await self.server.start()

@@ -61,7 +61,7 @@ class Place:
         return [PeerRecord.model_validate_json(text) for text in texts]
 
     async def serve(self, averager: Averager) -> None:
-        servicer = AveragingServicer(averager.handlers, own_id=self.record.peer_id)
+        servicer = AveragingServicer(averager.handlers)
         add_AveragingServiceServicer_to_server(servicer, self._server)
         # A member asks another one that is slow to answer whether it is alive.
         add_HealthServicer_to_server(HealthServicer(), self._server)
