@@ -25,7 +25,7 @@ from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.clock import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.scaling import needs_norm_of_model
-from swarm.types import Block, PeerRecord, PeerState
+from swarm.types import Block, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -220,10 +220,8 @@ class Barrier:
         Of two that differ the smaller one counts, since it clips less. What they do not say within grace_seconds does
         not count. A stage's tied parameters are a part that its leader alone knows.
         """
-        serving = sorted(record.peer_id for record in self.context.peers(block) if record.state is PeerState.SERVING)
-        asked = [peer for peer in serving if peer != reply.leader.peer_id]
+        asked = [peer for peer_id, peer in self.context.serving(block).items() if peer_id != reply.leader.peer_id]
         first = round_number % max(1, len(asked))
-        records = {record.peer_id: record for record in self.context.peers(block)}
         request = pb.BarrierRequest(
             address=self.context.address_of(block), peer_id=self.context.own_id, round=round_number
         )
@@ -236,8 +234,8 @@ class Barrier:
                     said.append(answer)
 
         async with asyncio.TaskGroup() as tasks:
-            for peer_id in (asked[first:] + asked[:first])[:CONFIRMING]:
-                tasks.create_task(ask(records[peer_id]))
+            for peer in (asked[first:] + asked[:first])[:CONFIRMING]:
+                tasks.create_task(ask(peer))
         # Those that were left out of the attempt may have a result of an earlier one.
         same = [answer for answer in said if answer.digest == reply.digest]
         norms = sorted(answer.own_squared_norm for answer in [reply, *(same or said)])
@@ -254,18 +252,18 @@ class Barrier:
     def _next_to_ask(self, block: Block, unreachable: set[str]) -> PeerRecord | None:
         """The leader among the peers that are not known to be unreachable. If none is left, all peers are considered
         again."""
-        serving = [record for record in self.context.peers(block) if record.state is PeerState.SERVING]
-        reachable = [record for record in serving if record.peer_id not in unreachable]
+        serving = self.context.serving(block)
+        reachable = serving.keys() - unreachable
         if not reachable:
             unreachable.clear()
-        by_id = {record.peer_id: record for record in reachable or serving}
-        return by_id[leader_of(by_id)] if by_id else None
+        candidates = reachable or serving.keys()
+        return serving[leader_of(candidates)] if candidates else None
 
     def _another(self, block: Block, target: PeerRecord | None, turn: int) -> PeerRecord | None:
         """One of the stage's peers beside `target`: each time the next one."""
-        serving = {record.peer_id: record for record in self.context.peers(block) if record.state is PeerState.SERVING}
-        others = sorted(serving.keys() - {target.peer_id if target else ""})
-        return serving[others[turn % len(others)]] if others else target
+        asked_id = target.peer_id if target else ""
+        others = [peer for peer_id, peer in self.context.serving(block).items() if peer_id != asked_id]
+        return others[turn % len(others)] if others else target
 
     # -- for another stage -------------------------------------------------------------------------------------------
 

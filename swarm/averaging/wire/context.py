@@ -149,12 +149,15 @@ class Context:
             return self.own
         return self.own.model_copy(update={"endpoint": endpoints[0], "other_endpoints": endpoints[1:]})
 
+    def serving(self, block: Block) -> dict[str, PeerRecord]:
+        """The peers that serve a block, by the directory, in the order of their ids."""
+        serving = (record for record in self.peers(block) if record.state is PeerState.SERVING)
+        return {record.peer_id: record for record in sorted(serving, key=lambda record: record.peer_id)}
+
     @property
     def other_blocks(self) -> RunRounds:
         blocks = set(self.config.blocks) - {self.own.block}
-        return RunRounds.of(
-            {block: [peer.round for peer in self.peers(block) if peer.state is PeerState.SERVING] for block in blocks}
-        )
+        return RunRounds.of({block: [peer.round for peer in self.serving(block).values()] for block in blocks})
 
     @property
     def address(self) -> Address:
