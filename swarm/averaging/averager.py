@@ -118,7 +118,7 @@ class Averager:
             silence_seconds=context.timing.silence_seconds,
         )  # fmt: skip
         entry = Entry(context.config, context.peers, member)
-        missed_rounds = MissedRounds(context, place, advance, transfer, entry)
+        missed_rounds = MissedRounds(context, place, advance, transfer, survey, entry)
         self.catch_up = CatchUp(
             context, place, advance=advance, transfer=transfer, survey=survey, entry=entry, missed_rounds=missed_rounds
         )

@@ -155,7 +155,7 @@ class CatchUp:
         try:
             while True:
                 before, was_sound = self._place.standing, self._place.is_sound
-                if await self._missed_rounds.apply(self._survey.has_newcomers):
+                if await self._missed_rounds.apply():
                     # The holders have gone on, and must be asked again where they stand.
                     return rest_seconds
                 if was_sound and not self._place.is_sound:

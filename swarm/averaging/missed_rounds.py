@@ -7,7 +7,7 @@ hold the state by then, it is faster to begin anew with a snapshot from them.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -15,6 +15,7 @@ from hashlib import sha256
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement.pace import Entry, Pace
 from swarm.averaging.agreement.place import Place
+from swarm.averaging.reporter import Survey
 from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, Overloaded, SwarmError
@@ -36,6 +37,7 @@ class MissedRounds:
     place: Place
     advance: Advance
     transfer: StateTransfer
+    survey: Survey
     entry: Entry
     _sources: list[PeerRecord] = field(default_factory=list, init=False)
     """The peers that sent the last snapshot and have not failed since: they keep the results."""
@@ -60,12 +62,9 @@ class MissedRounds:
         by_chance = sorted(holders, key=lambda peer: sha256(f"{own_id} {peer.peer_id}".encode()).digest())
         self._sources, self._snapshot_bytes = by_chance[:NUM_ASKED], max_bytes
 
-    async def apply(self, has_others: Callable[[], bool]) -> bool:
+    async def apply(self) -> bool:
         """Apply the results that the sources keep. If this is cancelled, the last result is applied as a whole or not
         at all.
-
-        Args:
-            has_others: whether there are peers by now that hold the state and are not among the sources.
 
         Returns:
             Whether this peer gave up, because rounds are committed faster than it applies them, and a new snapshot is
@@ -77,7 +76,7 @@ class MissedRounds:
         """
         before, self._since, self._given_at = self.place.standing, None, self.context.clock.monotonic()
         try:
-            is_losing = await self._from_all(has_others)
+            is_losing = await self._from_all()
         except Overloaded:
             self._sources.clear()
             raise
@@ -88,20 +87,20 @@ class MissedRounds:
             self._sources.clear()
         return is_losing
 
-    async def _from_all(self, has_others: Callable[[], bool]) -> bool:
+    async def _from_all(self) -> bool:
         """Apply the results of one source after the other; a source that serves others first is asked again later."""
         left, held_up = deque(self._sources), dict[str, str]()
         with self.context.waits.on(lambda _: f"later rounds of {', '.join(held_up.values())}" if held_up else ""):
             while left and self.place.is_sound:
                 source = left[0]
                 try:
-                    if await self._from_one(source, has_others, held_up.clear):
+                    if await self._from_one(source, held_up):
                         return True
                     left.popleft()
                 except Overloaded as error:
                     held_up[source.peer_id] = f"{source.display_name}: {error}"
                     left.rotate(-1)
-                    await self._wait_for_turn(error, has_others, is_everywhere=len(held_up) >= len(left))
+                    await self._wait_for_turn(error, is_everywhere=len(held_up) >= len(left))
                 except SwarmError as error:
                     logger.info("no more results from %s: %s", source.display_name, error)
                     left.popleft()
@@ -110,29 +109,29 @@ class MissedRounds:
                         self.transfer.distrust(source, error)
         return False
 
-    async def _wait_for_turn(self, refusal: Overloaded, has_others: Callable[[], bool], *, is_everywhere: bool) -> None:
+    async def _wait_for_turn(self, refusal: Overloaded, *, is_everywhere: bool) -> None:
         """Wait, if all sources serve others first. Raises Overloaded if other holders of the state may be faster than
         waiting, or the wait was too long."""
         # The pace is measured anew: rounds that are committed while this peer waits say nothing about its own pace.
         self._since = None
         if not is_everywhere:
             return
-        if has_others():
+        if self.survey.has_newcomers():
             raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
         if self.context.clock.monotonic() - self._given_at >= PATIENCE_SECONDS:
             raise refusal
         await self.context.clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
 
-    async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
+    async def _from_one(self, source: PeerRecord, held_up: dict[str, str]) -> bool:
         limit = self._snapshot_bytes
         async with aclosing(self.transfer.results(source, self.place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
-                gives()
+                held_up.clear()
                 await self.advance.apply_missed(committed)
                 self._given_at = self.context.clock.monotonic()
                 self.entry.saw(group_round, now=self._given_at)
                 pace = self._pace(committed.after.round, group_round)
-                if self._gives_up(pace, committed.content.num_bytes, has_others()):
+                if self._gives_up(pace, committed.content.num_bytes):
                     return True
         return False
 
@@ -146,12 +145,12 @@ class MissedRounds:
             num_behind=max(0, group_round - own_round),
         )
 
-    def _gives_up(self, pace: Pace, num_bytes: int, has_others: bool) -> bool:
+    def _gives_up(self, pace: Pace, num_bytes: int) -> bool:
         """Whether another snapshot from the same peers is better than going on. Logs now and then how far behind this
         peer is. `num_bytes` is the size of a round's result. Raises Overloaded if a snapshot from other peers is
         better."""
         is_less = pace.num_behind * num_bytes > self._snapshot_bytes
-        if has_others and (is_less or pace.stands_still):
+        if (is_less or pace.stands_still) and self.survey.has_newcomers():
             raise Overloaded(
                 f"{counted(pace.num_behind, 'round')} behind, and others have the state by now as well",
                 retry_after_seconds=0.0,
