@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from swarm.averaging.agreement.blame import AttemptFailed
-from swarm.averaging.agreement.place import Decision, Place
+from swarm.averaging.agreement.place import Place
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import leader_of
 from swarm.averaging.vectors.shared import TiedParameters
@@ -74,7 +74,7 @@ class Barrier:
             ready |= first
             averaging, parts = self.place.timeline.under(prepared.amended).averaging, _partners(ready, partners)
             norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *parts], averaging)
-        self.place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
+        self.place.decide(pb.Outcome(round=round_number, prepared=prepared, stage_squared_norm=norm))
         self.context.changes.signal()
         others = await self.wait_for(self.awaited(round_number) - ready.keys(), round_number, prepared.amended)
         if others is None:
@@ -275,11 +275,8 @@ class Barrier:
         if request.round == self.place.standing.round and self.shared.partners(request.round):
             self.place.awaited(clock.monotonic())
         while True:
-            outcome, decision = self.place.outcomes.get(request.round), self.place.decision
-            if outcome is not None:
-                return self._ready(request, outcome.stage_squared_norm, outcome.prepared, own)
-            if decision is not None and decision.round == request.round:
-                return self._ready(request, decision.squared_norm, decision.prepared, own)
+            if (outcome := self.place.decided(request.round)) is not None:
+                return self._ready(request, outcome, own)
             leader, remaining = self.watch.leader_contact(), deadline - clock.monotonic()
             leads = leader.peer_id == own.peer_id
             if request.relay and not leads:
@@ -305,12 +302,11 @@ class Barrier:
             logger.debug("this peer does not get through to its leader either: %s", error)
             return pb.BarrierReply(leader=leader)
 
-    def _ready(
-        self, request: pb.BarrierRequest, squared_norm: float, prepared: pb.Prepared, own: pb.Contact
-    ) -> pb.BarrierReply:
+    def _ready(self, request: pb.BarrierRequest, outcome: pb.Outcome, own: pb.Contact) -> pb.BarrierReply:
+        prepared = outcome.prepared
         return pb.BarrierReply(
-            ready=True, squared_norm=squared_norm, own_squared_norm=prepared.squared_norm, digest=prepared.digest,
-            leader=own, amended=prepared.amended,
+            ready=True, squared_norm=outcome.stage_squared_norm, own_squared_norm=prepared.squared_norm,
+            digest=prepared.digest, leader=own, amended=prepared.amended,
             amendments=self.place.timeline.texts if prepared.amended != request.amended else (),
         )  # fmt: skip
 

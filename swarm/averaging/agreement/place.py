@@ -175,15 +175,6 @@ def unfinished(begun: Begun) -> pb.Prepared | None:
     return messages.signed_by_all(newest, [each for each in prepared if each.digest == newest.digest])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    round: int
-    prepared: pb.Prepared
-    squared_norm: float
-    """The squared norm of the stage's gradient. It includes the tied parameters if this stage is the one that counts
-    them."""
-
-
 class Place:
     """Where one peer is.
 
@@ -196,7 +187,8 @@ class Place:
         outcomes: how the last rounds were committed, by round.
         is_catching_up: whether it is on its way to its group. Then it promises no attempt.
         leads: the attempt that it leads; None while it leads none.
-        decision: the result that this attempt has decided; None before that, and once it is committed.
+        decision: what this attempt has decided: the round, its result, and the stage's squared norm. None before that,
+            and once it is committed.
         awaited_since: when another stage first waited for this one to decide the round; None if none has.
         is_sound: False once a missed round gave a wrong state. `standing` then stays at the last round before it.
     """
@@ -212,7 +204,7 @@ class Place:
         self.is_catching_up = False
         self.is_sound = True
         self.leads: Ballot | None = None
-        self.decision: Decision | None = None
+        self.decision: pb.Outcome | None = None
         self.awaited_since: float | None = None
         self._num_kept = max(KEPT_OUTCOMES, num_fragments)
 
@@ -261,8 +253,13 @@ class Place:
         finally:
             self.leads = self.decision = None
 
-    def decide(self, decision: Decision) -> None:
+    def decide(self, decision: pb.Outcome) -> None:
         self.decision = decision
+
+    def decided(self, round_number: int) -> pb.Outcome | None:
+        """How a round was committed, or what the attempt that this peer leads has decided; None if nothing is known."""
+        known = self.outcomes.get(round_number), self.decision
+        return next((outcome for outcome in known if outcome is not None and outcome.round == round_number), None)
 
     def awaited(self, now: float) -> None:
         if self.awaited_since is None:
