@@ -89,8 +89,7 @@ class Advance:
             tensors = dict(kept.round_result.tensors)
             if self.shared.is_due(round_number):
                 try:
-                    averaging = self.place.timeline.under(kept.prepared.amended).averaging
-                    tensors |= await self.shared.sum(round_number, outcome.partners, averaging)
+                    tensors |= await self.shared.sum(round_number, outcome.partners, kept.prepared.amended)
                 except SwarmError as error:
                     # The round is decided, so the others commit it. This member will find itself behind, and catch up.
                     return Refused(str(error))

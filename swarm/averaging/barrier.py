@@ -72,8 +72,8 @@ class Barrier:
             if first is None:
                 return None
             ready |= first
-            averaging, parts = self.place.timeline.under(prepared.amended).averaging, _partners(ready, partners)
-            norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *parts], averaging)
+            parts = [*shares, *_partners(ready, partners)]
+            norm += await self.shared.squared_norm_of_sum(round_number, parts, prepared.amended)
         self.place.decide(pb.Outcome(round=round_number, prepared=prepared, stage_squared_norm=norm))
         self.context.changes.signal()
         others = await self.wait_for(self.awaited(round_number) - ready.keys(), round_number, prepared.amended)

@@ -219,8 +219,7 @@ class Participant:
             digest = await asyncio.to_thread(digest_of_whole, given, average.vector_D, shares.amended)
         # Once the result is prepared it may be decided, and other stages then need this average. So it is offered
         # first.
-        config = self.place.timeline.under(shares.amended)
-        digest = await self.shared.offer(request.round, digest, tensors, config.averaging)
+        digest = await self.shared.offer(request.round, digest, tensors, shares.amended)
         if is_handed_down:
             same = (digest, request.ballot, shares.amended) == (named.digest, named.ballot, named.amended)
             if not same or not named.decider_ids:

@@ -22,7 +22,6 @@ from swarm.averaging.vectors.terms import decode_bounded
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import record_of
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
-from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -44,7 +43,7 @@ class TiedParameters:
         self._num_fragments = config.averaging.num_fragments
         held = [shared for shared in shared_parameters(config) if self._block.stage in shared.stages]
         self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
-        self._num_elements = sum(map(math.prod, self._shapes.values()))
+        self._num_elements = sum(math.prod(shape) for shape in self._shapes.values())
         self._holders = sorted({Block(stage) for shared in held for stage in shared.stages})
         self._counting = {Block(min(shared.stages)) for shared in shared_parameters(config)}
         self._averages: dict[tuple[int, Block, str], Buffer] = {}
@@ -65,16 +64,15 @@ class TiedParameters:
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
         return sum(squared_norm_of_vector(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
-    async def offer(
-        self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor], config: AveragingConfig
-    ) -> str:
-        """Keep this stage's average for peers of other stages that ask for it. `config` is that of the round.
+    async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor], amended: str) -> str:
+        """Keep this stage's average for peers of other stages that ask for it. `amended` is the digest of the newest
+        amendment that is in force in the round, here and below.
 
         Returns the digest that the result has from now on: if the round averages these parameters, theirs is appended.
         """
         if not self.is_due(round_number):
             return digest
-        codec, average = _codec(config), [tensors[name] for name in self._shapes]
+        codec, average = self._codec(amended), [tensors[name] for name in self._shapes]
         encoded = await asyncio.to_thread(lambda: codec.encode(torch.cat([tensor.flatten() for tensor in average])))
         digest = f"{digest}.{await asyncio.to_thread(_digest_of, encoded)}"
         self._keep((round_number, self._block, digest), encoded)
@@ -87,12 +85,10 @@ class TiedParameters:
             raise NotReady(f"the average of round {request.round} is not here")
         return encoded
 
-    async def sum(
-        self, round_number: int, holders: Iterable[pb.Partner], config: AveragingConfig
-    ) -> dict[str, torch.Tensor]:
+    async def sum(self, round_number: int, holders: Iterable[pb.Partner], amended: str) -> dict[str, torch.Tensor]:
         """Add up the averages of the stages that hold the parameters. Returns the sum of each parameter. `holders` are
-        a peer of each stage that holds them, this one included. `config` is that of the round. Raises PeerUnavailable
-        if no peer gives some stage's average."""
+        a peer of each stage that holds them, this one included. Raises PeerUnavailable if no peer gives some stage's
+        average."""
         by_block = {_block_of(holder): holder for holder in holders}
         if sorted(by_block) != self._holders:
             raise MalformedMessage(
@@ -100,15 +96,13 @@ class TiedParameters:
             )
         sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
         for _, holder in sorted(by_block.items()):
-            await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder, _codec(config)))
-        pieces = torch.split(sum_S, [*map(math.prod, self._shapes.values())])
+            await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder, self._codec(amended)))
+        pieces = torch.split(sum_S, [math.prod(shape) for shape in self._shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
-    async def squared_norm_of_sum(
-        self, round_number: int, holders: Iterable[pb.Partner], config: AveragingConfig
-    ) -> float:
+    async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner], amended: str) -> float:
         """The squared norm of the result of `sum`."""
-        summed = (await self.sum(round_number, holders, config)).values()
+        summed = (await self.sum(round_number, holders, amended)).values()
         return await asyncio.to_thread(lambda: sum(map(squared_norm_of_vector, summed)))
 
     async def _average_of(self, round_number: int, holder: pb.Partner, codec: Codec) -> torch.Tensor:
@@ -156,18 +150,17 @@ class TiedParameters:
     async def _decode(self, encoded: Buffer, codec: Codec) -> torch.Tensor:
         return await asyncio.to_thread(decode_bounded, codec, encoded, self._num_elements)
 
+    def _codec(self, amended: str) -> Codec:
+        """The codec of averages: the same as for contributions. If that one is sparse it is float16, because an average
+        is not sparse."""
+        codec = contribution_codec(self._context.timeline.under(amended).averaging)
+        return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
+
     def _keep(self, key: tuple[int, Block, str], encoded: Buffer) -> None:
         self._averages[key] = encoded
         rounds = sorted({round_number for round_number, _, _ in self._averages})
         for stale in [key for key in self._averages if key[0] not in rounds[-KEPT_AVERAGES:]]:
             del self._averages[stale]
-
-
-def _codec(config: AveragingConfig) -> Codec:
-    """The codec of averages: the same as for contributions. If that one is sparse it is float16, because an average is
-    not sparse."""
-    codec = contribution_codec(config)
-    return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
 
 
 def _digest_of(encoded: Buffer) -> str:
