@@ -295,6 +295,6 @@ class Advance:
             self.own_round.exchanges.suspects.take_over(named)
             self.roster.passed_over.committed(outcome)
         self.own_round.end()
-        self.roster.moved(self.place.standing, self.place.last_members)
+        self.roster.moved()
         self.context.changes.progressed()
         self.context.changes.notify()

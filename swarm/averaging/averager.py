@@ -102,7 +102,7 @@ class Averager:
         """`member` is the stage, as averaging sees it."""
         self.context = context
         self.place = place = place_of(context, messages.standing_of(member.progress()))
-        self.roster = roster = Roster(context, place.timeline, place.branches.is_elsewhere)
+        self.roster = roster = Roster(context, place)
         self.donor = donor = Donor(place, member, context.clock, context.turns)
         self.shared = shared = TiedParameters(context)
         self.own_round = own_round = OwnRound(context, place, member)
@@ -197,10 +197,10 @@ class Averager:
         return self.place.last_members
 
     def misses_member(self) -> bool:
-        return self.roster.misses_member(self.place.standing)
+        return self.roster.misses_member()
 
     def awaits_reports(self) -> bool:
-        return self.roster.awaits_reports(self.place.standing)
+        return self.roster.awaits_reports()
 
     @property
     def num_alive(self) -> int:

@@ -145,7 +145,7 @@ class Groups:
 
     def _is_of_a_death(self, failed: AttemptFailed) -> bool:
         """Whether an exchange failed because a member died, or vanished. Another member at fault would be so again."""
-        return bool(failed.unreachable or failed.excluded & self.roster.overdue(self.standing))
+        return bool(failed.unreachable or failed.excluded & self.roster.overdue())
 
     async def _hand_down(self, units: Sequence[_Unit], prepared: pb.Prepared, held: Results) -> Results:
         """Let the members that hold the result give it to their groups. Returns it as each that holds it then has

@@ -149,7 +149,7 @@ class Succession:
             if self.roster.round_seconds >= timing.idle_seconds and now - self._looked_at >= pause_seconds:
                 self._looked_at = now
                 await self._look()
-            for peer_id in sorted(self.roster.judge(self.place.standing)):
+            for peer_id in sorted(self.roster.judge()):
                 await self._pass_over(peer_id)
 
     async def _look(self) -> None:

@@ -219,7 +219,7 @@ class Reporter:
 
     async def ask_all(self) -> None:
         async with asyncio.TaskGroup() as calls:
-            for peer_id in sorted(self.roster.strangers(self.place.standing)):
+            for peer_id in sorted(self.roster.strangers()):
                 calls.create_task(self._report(peer_id))
 
     def _was_stopped(self) -> bool:
@@ -238,17 +238,17 @@ class Reporter:
         # A member whose contribution is closed for an attempt stays with that leader, even if a peer with a lower id
         # appears.
         active = self.place.group.active
-        return PeerId(active.leader_id) if active else self.roster.leader(self.place.standing)
+        return PeerId(active.leader_id) if active else self.roster.leader()
 
     def _heartbeat_targets(self) -> set[PeerId]:
         targets = set(self.roster.due_suspects())
         if self._target() == self.context.own_id:
-            targets.update(self.roster.strangers(self.place.standing))
+            targets.update(self.roster.strangers())
         return targets
 
     def _cut_off(self) -> set[PeerId]:
         """Members to which the connection broke. A call to each shows at once whether it is still there."""
-        members = self.roster.members(self.place.standing)
+        members = self.roster.members()
         records, is_connected = self.roster.contacts.records(members), self.context.transport.is_connected
         connected = {peer for peer, record in records.items() if is_connected(record)}
         cut_off, self._connected = (self._connected & members.keys()) - connected, connected

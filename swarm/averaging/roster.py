@@ -7,12 +7,13 @@ Pure but for its clock.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from functools import partial
 from typing import TypeVar
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.reports import PassedOver, Report, RoundReports, Suspicions
 from swarm.averaging.agreement.shares import most_samples
 from swarm.averaging.wire.context import Contacts, Context
@@ -50,24 +51,20 @@ class Roster:
         passed_over: the peers that do not lead any more.
     """
 
-    def __init__(
-        self, context: Context, timeline: Timeline, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False
-    ) -> None:
-        """`is_elsewhere` tells whether a peer is known to be on another branch that this peer does not follow."""
+    def __init__(self, context: Context, place: Place) -> None:
         config, block = context.config, context.own.block
         self.contacts = Contacts(context)
         # It must not refer to the roster: the cycle would keep the peer's state until Python collects cycles.
-        self.microbatches_at = partial(_microbatches_at, timeline, block)
+        self.microbatches_at = partial(_microbatches_at, place.timeline, block)
         """Synchronous: gives the microbatches of the round at which a peer stands."""
         self.reports = RoundReports(self.microbatches_at if config.rounds.synchronous else None)
-        self._timeline, self._block = timeline, block
+        self._place, self._block = place, block
         self.suspicions = Suspicions(context.clock, context.timing)
         self.passed_over = PassedOver(context.own_id)
         self._own_id = context.own_id
         self._clock = context.clock
         self._timing = context.timing
         self._branches_yield = not config.averaging.needs_majority
-        self._is_elsewhere = is_elsewhere
         self._standings: dict[PeerId, Standing] = {}
         self._answered_at: dict[PeerId, float] = {}
         """When each peer gave its last sign of life."""
@@ -117,7 +114,7 @@ class Roster:
             round=standing.round,
             lineage=standing.lineage,
             run_samples=standing.run_samples,
-            num_samples=min(told.num_samples, most_samples(self._timeline.at(standing.round), self._block)),
+            num_samples=min(told.num_samples, most_samples(self._place.timeline.at(standing.round), self._block)),
             committed=self.reports.named(standing, told.committed_gaps),
             highest_microbatch=highest_microbatch,
         )
@@ -141,10 +138,10 @@ class Roster:
         self.suspicions.suspect_none()
         self.reports.current.clear()
 
-    def moved(self, own: Standing, members: Collection[str] = ()) -> None:
-        """Begin a new round, and forget the standings of peers at earlier ones. `members` are the members of the round
-        before."""
-        self.suspicions.begin_round(members)
+    def moved(self) -> None:
+        """Begin a new round, and forget the standings of peers at earlier ones."""
+        own = self._place.standing
+        self.suspicions.begin_round(self._place.last_members)
         self._moved_at = self._clock.monotonic()
         self.reports.begin_round()
         self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
@@ -172,25 +169,26 @@ class Roster:
         """Whether a peer that stands at `other` should go to `one`."""
         return one > other if self._branches_yield else one.round > other.round
 
-    def leader(self, own: Standing) -> PeerId:
+    def leader(self) -> PeerId:
         """The leader of the peers that serve, are not suspected, and stand at the same place as this peer or ahead of
         it.
 
         This peer is one of them, unless another one is ahead of it. A peer on another branch is never one of them, and
         one that is passed over is none either.
         """
-        there, ahead = self._beside(own)
+        there, ahead = self._beside()
         candidates = (there | ahead) - self.passed_over.peers
         if not ahead and self._own_id not in self.passed_over.peers:
             candidates.add(self._own_id)
         return leader_of(candidates or {self._own_id})
 
-    def _beside(self, own: Standing) -> tuple[set[PeerId], set[PeerId]]:
+    def _beside(self) -> tuple[set[PeerId], set[PeerId]]:
         """The other peers that serve and are not suspected, at this peer's place and ahead of it."""
+        own, is_elsewhere = self._place.standing, self._place.branches.is_elsewhere
         there, ahead = set[PeerId](), set[PeerId]()
         for peer_id in self.contacts.serving():
             standing = self._standings.get(peer_id, own)
-            if peer_id in self.suspicions.suspected or self._is_elsewhere(peer_id):
+            if peer_id in self.suspicions.suspected or is_elsewhere(peer_id):
                 continue
             if self.is_ahead(standing, own):
                 ahead.add(peer_id)
@@ -198,15 +196,16 @@ class Roster:
                 there.add(peer_id)
         return there, ahead
 
-    def judge(self, own: Standing) -> set[PeerId]:
-        return self.passed_over.judge(self._beside(own)[0])
+    def judge(self) -> set[PeerId]:
+        return self.passed_over.judge(self._beside()[0])
 
     @property
     def round_seconds(self) -> float:
         return self._clock.monotonic() - self._moved_at
 
-    def members(self, own: Standing) -> dict[PeerId, Report]:
+    def members(self) -> dict[PeerId, Report]:
         """Other peers that reported lately, from the same round of the same branch."""
+        own = self._place.standing
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         return {
             peer_id: report
@@ -214,21 +213,22 @@ class Roster:
             if report.heard_at >= oldest and report.standing == own and not self.suspicions.is_excluded(peer_id)
         }
 
-    def overdue(self, own: Standing) -> Set[PeerId]:
+    def overdue(self) -> Set[PeerId]:
         """Members that have missed a heartbeat, perhaps because they were just frozen or cut off."""
         oldest = self._clock.monotonic() - 2 * self._timing.heartbeat_seconds
-        return {peer_id for peer_id in self.members(own) if self._answered_at[peer_id] < oldest}
+        return {peer_id for peer_id in self.members() if self._answered_at[peer_id] < oldest}
 
-    def awaits_reports(self, own: Standing) -> bool:
+    def awaits_reports(self) -> bool:
+        own = self._place.standing
         # A peer that is left out has reported already, and a peer that stands elsewhere has nothing of this round.
         return any(
             not self.suspicions.is_excluded(peer) and self._standings.get(peer, own) == own
-            for peer in self._silent(own, self._timing.fresh_seconds)
+            for peer in self._silent(self._timing.fresh_seconds)
         )
 
-    def misses_member(self, own: Standing) -> bool:
+    def misses_member(self) -> bool:
         """Whether some peer that reported from this round has fallen silent, but may come back."""
-        now = self._clock.monotonic()
+        own, now = self._place.standing, self._clock.monotonic()
         return any(
             last.standing == own
             and 2 * self._timing.heartbeat_seconds < now - self._answered_at.get(peer, -math.inf)
@@ -236,14 +236,15 @@ class Roster:
             for peer, last in self.reports.last.items()
         )
 
-    def absent_samples(self, own: Standing, present: Collection[PeerId]) -> int:
+    def absent_samples(self, present: Collection[PeerId]) -> int:
         """The samples of this round at living peers that are not `present`, and so would be left out.
 
         Peers that made too many attempts fail are not counted. All peers that have not reported yet count as one sample
         together, because they may have some. No peer counts for more than a round, so that none can hold up a round
         that others have whole.
         """
-        round_samples = self._timeline.at(own.round).round_samples_of(self._block)
+        own = self._place.standing
+        round_samples = self._place.timeline.at(own.round).round_samples_of(self._block)
         told = sum(
             min(last.progress.num_samples, round_samples)
             for peer, last in self.reports.last.items()
@@ -252,14 +253,14 @@ class Roster:
             and self._may_come_back(peer)
             and not self.suspicions.has_failed_for_good(peer)
         )
-        return told + self.awaits_reports(own)
+        return told + self.awaits_reports()
 
     def _may_come_back(self, peer_id: PeerId) -> bool:
         """Whether a member's last sign of life is so recent that it may still come back."""
         silent_seconds = self._clock.monotonic() - self._answered_at.get(peer_id, -math.inf)
         return silent_seconds < self._timing.missed_seconds
 
-    def awaits_members(self, own: Standing) -> bool:
+    def awaits_members(self) -> bool:
         """Whether the round is young and a living peer has not reported from it. That peer may still be committing the
         last round.
 
@@ -270,8 +271,9 @@ class Roster:
         if self._moved_at <= oldest:
             return False
         alive = {peer_id for peer_id, answered_at in self._answered_at.items() if answered_at >= oldest}
-        absent = alive - self.suspicions.suspected - self.members(own).keys() - {self._own_id}
-        return any(not self.suspicions.is_excluded(peer_id) and not self._is_elsewhere(peer_id) for peer_id in absent)
+        absent = alive - self.suspicions.suspected - self.members().keys() - {self._own_id}
+        is_elsewhere = self._place.branches.is_elsewhere
+        return any(not self.suspicions.is_excluded(peer_id) and not is_elsewhere(peer_id) for peer_id in absent)
 
     @property
     def excludes_self(self) -> bool:
@@ -282,17 +284,17 @@ class Roster:
         drawn = sorted(known, key=lambda peer: hashlib.sha256(f"{self._own_id} {peer}".encode()).digest())
         return [known[peer] for peer in sorted(drawn[:MOST_ASKED])]
 
-    def strangers(self, own: Standing) -> list[PeerId]:
+    def strangers(self) -> list[PeerId]:
         """Peers that a leader should call: they should be members, or were in this round, and have not reported lately.
 
         By calling them a leader makes itself known, and soon learns whether a member has died or left.
         """
-        return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
+        return self._silent(1.5 * self._timing.heartbeat_seconds)
 
-    def _silent(self, own: Standing, seconds: float) -> list[PeerId]:
+    def _silent(self, seconds: float) -> list[PeerId]:
         """The unsuspected peers that should be members, or were, and have not reported for this many seconds."""
         oldest = self._clock.monotonic() - seconds
-        members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
+        members = {peer for peer, report in self.members().items() if report.heard_at >= oldest}
         # A peer that leaves is not called while it may still report: after such a call it would believe that all is
         # well.
         latest = self._clock.monotonic() - self._timing.fresh_seconds

@@ -126,7 +126,7 @@ class RoundWatch:
         own, own_id, standing = self.member.progress(), self.context.own_id, self.place.standing
         is_own_round = own.round == standing.round
         progress = {own_id: own} if is_own_round and not self.roster.excludes_self else {}
-        progress |= {peer: report.progress for peer, report in self.roster.members(standing).items()}
+        progress |= {peer: report.progress for peer, report in self.roster.members().items()}
         overdue = self.overdue()
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
@@ -157,7 +157,7 @@ class RoundWatch:
         # A peer that stood still has received no reports in that time, and during an attempt nothing is added to a
         # round.
         is_of_use = not self.reporter.may_be_behind() and self.place.leads is None
-        return self.roster.overdue(self.place.standing) if is_of_use else frozenset()
+        return self.roster.overdue() if is_of_use else frozenset()
 
     # -- who leads ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class RoundWatch:
     def leader_id(self) -> PeerId:
         """This peer while it leads an attempt; else, of the living peers that stand here or ahead, the one with the
         lowest id."""
-        return self.context.own_id if self.place.leads else self.roster.leader(self.place.standing)
+        return self.context.own_id if self.place.leads else self.roster.leader()
 
     def leader_contact(self) -> pb.Contact:
         return contact_of(self.roster.contacts.record(self.leader_id) or self.context.present)
@@ -182,11 +182,11 @@ class RoundWatch:
         if place.branches.is_in_doubt:
             # This peer may have been left behind: then it would commit a second result of a round that is over.
             return False
-        members = self.roster.members(place.standing)
+        members = self.roster.members()
         is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
         # No attempt begins while a member is silent, because it would hold up the replays of that member's
         # microbatches.
-        is_ready = view.complete and not self.overdue() and not self.roster.awaits_members(place.standing)
+        is_ready = view.complete and not self.overdue() and not self.roster.awaits_members()
         if not (is_unfinished or is_ready):
             return False
         is_present = self.has_quorum(view.progress.keys())
@@ -240,7 +240,7 @@ class RoundWatch:
         if self.context.config.rounds.synchronous:
             return 0
         standing, own, own_id = self.place.standing, self.member.progress(), self.context.own_id
-        others = self.roster.absent_samples(standing, present)
+        others = self.roster.absent_samples(present)
         if own_id in present or own.round != standing.round or self.roster.suspicions.has_failed_for_good(own_id):
             return others
         return others + own.num_samples

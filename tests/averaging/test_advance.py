@@ -30,7 +30,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
     place = place_of(context, messages.standing_of(stage.progress()))
     advance = Advance(
         context, place, stage, OwnRound(context, place, stage), shared=Mock(spec=TiedParameters),
-        donor=Donor(place, stage, context.clock), roster=Roster(context, place.timeline),
+        donor=Donor(place, stage, context.clock), roster=Roster(context, place),
     )  # fmt: skip
     ids = [peer_id(number) for number in members]
     outcome = pb.Outcome(round=0, prepared=pb.Prepared(digest="ab", member_ids=ids))

@@ -7,6 +7,7 @@ import pytest
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.timing import Timing
+from swarm.averaging.averager import place_of
 from swarm.averaging.roster import Roster, leader_of
 from swarm.averaging.wire.context import MOST_UNLISTED
 from swarm.averaging.wire.transport import contact_of
@@ -30,7 +31,8 @@ class Group:
         self.listed = [record(2)]
         self.config = config = make_config(setting, microbatches=round_microbatches)
         context = make_context(record(own), lambda stage: self.listed, config=config, timing=TIMING, clock=self.clock)
-        self.roster = Roster(context, context.timeline)
+        self.place = place_of(context, HERE)
+        self.roster = Roster(context, self.place)
         self.report(3, 4)
 
     def report(self, *committed: int, by: PeerRecord | None = None, **other: Any) -> bool:
@@ -42,7 +44,7 @@ class Group:
 
     @property
     def committed(self) -> set[int]:
-        return {index for report in self.roster.members(HERE).values() for index in report.progress.committed}
+        return {index for report in self.roster.members().values() for index in report.progress.committed}
 
     @property
     def lost(self) -> set[int]:
@@ -52,17 +54,17 @@ class Group:
 def test_a_newcomer_waits_for_those_that_only_answered_it() -> None:
     """Those peers do not know of the newcomer yet, and would be left out if it led a round at once."""
     group, third = Group(), PeerId(record(3).peer_id)
-    assert not group.roster.awaits_members(HERE)
+    assert not group.roster.awaits_members()
     group.roster.answered(third, HERE)
-    assert group.roster.awaits_members(HERE)
+    assert group.roster.awaits_members()
     group.report(5, by=record(3))
-    assert not group.roster.awaits_members(HERE)
+    assert not group.roster.awaits_members()
     group.roster.answered(PeerId(record(4).peer_id), HERE)
     group.roster.suspect(PeerId(record(4).peer_id))
-    assert not group.roster.awaits_members(HERE)
+    assert not group.roster.awaits_members()
     group.roster.answered(PeerId(record(5).peer_id), HERE)
     group.clock.advance(TIMING.fresh_seconds)
-    assert not group.roster.awaits_members(HERE), "the round is not young any more"
+    assert not group.roster.awaits_members(), "the round is not young any more"
 
 
 def test_a_member_that_leaves_is_called_until_it_is_gone() -> None:
@@ -70,19 +72,19 @@ def test_a_member_that_leaves_is_called_until_it_is_gone() -> None:
     group = Group()
     group.listed = [record(2).model_copy(update={"state": PeerState.LEAVING})]
     group.clock.advance(TIMING.fresh_seconds)
-    assert not group.roster.strangers(HERE), "it may have taken itself for the leader until now"
+    assert not group.roster.strangers(), "it may have taken itself for the leader until now"
     group.clock.advance(0.1)
-    assert group.roster.strangers(HERE) == [OTHER]
+    assert group.roster.strangers() == [OTHER]
     group.roster.suspect(OTHER, is_gone=True)
     assert group.lost == {3, 4}
-    assert not group.roster.strangers(HERE)
+    assert not group.roster.strangers()
 
 
 def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_does_not() -> None:
     group = Group()
     group.roster.suspect(OTHER, is_gone=False)
     assert (group.committed, group.lost) == (set(), set())
-    assert not group.roster.awaits_reports(HERE)
+    assert not group.roster.awaits_reports()
     group.roster.suspect(OTHER, is_gone=True)
     assert (group.committed, group.lost) == (set(), {3, 4})
     group.report(3, 4)
@@ -91,36 +93,36 @@ def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_doe
 
 def test_a_member_that_fell_silent_is_missed_for_a_while() -> None:
     group = Group()
-    assert not group.roster.misses_member(HERE)
+    assert not group.roster.misses_member()
     group.clock.advance(2 * TIMING.heartbeat_seconds + 0.1)
-    assert group.roster.misses_member(HERE)
+    assert group.roster.misses_member()
     group.roster.suspect(OTHER, is_gone=False)
-    assert group.roster.misses_member(HERE)
+    assert group.roster.misses_member()
     group.clock.advance(TIMING.missed_seconds)
-    assert not group.roster.misses_member(HERE), "it will not be back soon"
+    assert not group.roster.misses_member(), "it will not be back soon"
     group.report(3, 4)
     group.clock.advance(TIMING.fresh_seconds)
     group.roster.suspect(OTHER, is_gone=True)
-    assert not group.roster.misses_member(HERE)
+    assert not group.roster.misses_member()
 
 
 def test_a_peer_that_has_not_told_what_it_has_may_have_some() -> None:
     group = Group("diloco")
-    group.roster.moved(HERE)
+    group.roster.moved()
     group.roster.forget()
-    assert group.roster.absent_samples(HERE, ()) == 1
+    assert group.roster.absent_samples(()) == 1
     group.report(num_samples=0)
-    assert group.roster.absent_samples(HERE, ()) == 0
+    assert group.roster.absent_samples(()) == 0
 
 
 def test_who_is_left_out_or_elsewhere_is_not_waited_for() -> None:
     group = Group()
     group.roster.suspicions.exclude(OTHER)
-    assert not group.roster.awaits_reports(HERE), "it has told"
+    assert not group.roster.awaits_reports(), "it has told"
     group = Group()
     group.roster.forget()
     group.roster.answered(OTHER, Standing(run_samples=0, round=0, lineage="another"))
-    assert not group.roster.awaits_reports(HERE)
+    assert not group.roster.awaits_reports()
 
 
 def test_what_one_gave_up_and_another_has_is_not_lost_though_the_other_falls_silent() -> None:
@@ -138,7 +140,7 @@ def test_after_a_freeze_of_this_peer_nothing_of_the_others_is_lost() -> None:
     group = Group()
     group.roster.forget()
     assert (group.committed, group.lost) == (set(), set())
-    assert group.roster.awaits_reports(HERE)
+    assert group.roster.awaits_reports()
 
 
 def test_whoever_leads_next_knows_what_the_leader_and_all_had() -> None:
@@ -157,12 +159,12 @@ def test_a_leader_that_answers_leads_though_its_announcements_lapse() -> None:
     group = Group(own=3)
     group.listed.clear()
     for _ in range(20):
-        assert group.roster.leader(HERE) == OTHER
+        assert group.roster.leader() == OTHER
         assert not group.roster.is_silent(OTHER)
         group.clock.advance(TIMING.heartbeat_seconds)
         group.roster.answered(OTHER, HERE)
     group.clock.advance(TIMING.fresh_seconds + 0.1)
-    assert group.roster.leader(HERE) == record(3).peer_id
+    assert group.roster.leader() == record(3).peer_id
 
 
 def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,7 @@ def test_made_up_peers_do_not_fill_the_memory() -> None:
         group.roster.suspect(PeerId(record(max(10, number - 100)).peer_id))
         group.roster.answered(PeerId(record(max(10, number - 200)).peer_id), HERE)
     newest = {PeerId(record(number).peer_id) for number in range(500 - MOST_UNLISTED, 500)}
-    assert group.roster.members(HERE).keys() == newest | {OTHER}, "who is listed is not forgotten, however long silent"
+    assert group.roster.members().keys() == newest | {OTHER}, "who is listed is not forgotten, however long silent"
     assert group.roster.num_remembered <= MOST_UNLISTED + 3
 
 
@@ -196,11 +198,11 @@ def test_a_newcomer_that_reports_is_not_forgotten_for_those_that_were_heard_of_b
         if number % (MOST_UNLISTED // 2) == 0:
             group.report(6, by=newcomer)
         group.report(5, by=record(number))
-        assert number < MOST_UNLISTED or PeerId(newcomer.peer_id) in group.roster.members(HERE)
+        assert number < MOST_UNLISTED or PeerId(newcomer.peer_id) in group.roster.members()
     group.listed.append(newcomer)
     for number in range(500, 1000):
         group.report(5, by=record(number))
-    assert {OTHER, newcomer.peer_id} <= group.roster.members(HERE).keys()
+    assert {OTHER, newcomer.peer_id} <= group.roster.members().keys()
 
 
 def test_members_that_were_listed_are_no_strangers_when_the_directory_is_out_of_reach() -> None:
@@ -209,12 +211,12 @@ def test_members_that_were_listed_are_no_strangers_when_the_directory_is_out_of_
     group.listed += mates
     for mate in mates:
         group.report(5, by=mate)
-    group.roster.moved(HERE)
+    group.roster.moved()
     group.listed.clear()
     for number in range(1000, 1100):
         group.clock.advance(0.001)
         group.report(5, by=record(number))
-    assert {PeerId(mate.peer_id) for mate in mates} <= group.roster.members(HERE).keys()
+    assert {PeerId(mate.peer_id) for mate in mates} <= group.roster.members().keys()
     assert group.roster.num_remembered <= 3 * MOST_UNLISTED + 3
 
 
@@ -225,7 +227,8 @@ def test_what_is_named_of_another_round_is_left_out() -> None:
     group.report(3, 9, 10, 1 << 40)
     assert group.committed == {3, 9}
     group.report(3, 19, 20, 29, 30, **elsewhere)
-    (report,) = group.roster.members(Standing(run_samples=before, round=2, lineage="02")).values()
+    group.place.installed(messages.unpack_standing(elsewhere["standing"]), [], [])
+    (report,) = group.roster.members().values()
     assert report.progress.committed == {20, 29}
 
 
