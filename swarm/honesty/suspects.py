@@ -158,7 +158,8 @@ class Suspects:
             for words in rounds.values()
             for part, _ in words.by_owner.values()
         )
-        shift = round_number % len(ordered) if is_doubted or self._computed else 0
+        # No part stays with its owner then: whose part others lie in would look as if its sums were wrong.
+        shift = 1 + round_number % max(1, len(ordered) - 1) if is_doubted or self._computed else 0
         return ordered[shift:] + ordered[:shift]
 
     def judge(
@@ -270,7 +271,7 @@ class Suspects:
                 elif parts[owner].stop - parts[owner].start < large:
                     alone.rounds.add(round_number)
                     alone.places.add(order.index(owner))
-                    if len(alone.rounds) >= ALONE_ROUNDS and 4 * len(alone.places) > 3 * len(owners):
+                    if len(alone.rounds) >= ALONE_ROUNDS and 4 * len(alone.places) >= 3 * len(owners):
                         line = f"{owner} lies: it says wherever its part is that {peer} is out of line"
                         line = f"{line} ({words[owner][1]}), and most others see nothing there"
                         self._name(owner, Named(round_number, line, accuses_falsely=True))

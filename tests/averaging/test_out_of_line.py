@@ -197,6 +197,7 @@ async def test_a_lie_in_one_layer_is_agreed_on_as_parts_change_hands() -> None:
         for _ in range(NAMED_AFTER + 1):
             await commit(network)
         assert [line.split()[0] for line in lines(network, 0)] == [peer_id(LIAR)]
+        assert all(len(result.members) >= 7 for result in stage(network, 0).results)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8", "int4", "topk"])
