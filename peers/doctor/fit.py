@@ -91,7 +91,7 @@ def planned(options: DoctorOptions) -> RunConfig:
     settings += [f"lora.rank={options.lora_rank}"] if options.lora_rank is not None else []
     config = configs.with_settings(config, settings)
     if config.model.custom_class:
-        raise ValueError("what a model.custom_class takes is measured by a swarm-peer only, as it starts")
+        raise ValueError("what a model.custom_class takes is measured of a run that is there: give its INVITE")
     return begun(config, None, cache_folder()) if has_text else config.begun()
 
 

@@ -12,8 +12,8 @@ from peers.shared.run_options import InviteOption, KeepingOptions
 from peers.shared.stage_choice import StagesOrAuto
 
 _OF_A_RUN = (
-    "token", "stage", "host", "port", "dht_port", "announce", "announce_dht", "checkpoint", "keep_checkpoints",
-    "insecure",
+    "token", "stage", "allow_class", "host", "port", "dht_port", "announce", "announce_dht", "checkpoint",
+    "keep_checkpoints", "insecure",
 )  # fmt: skip
 """Options that say nothing about a run that does not exist yet."""
 
@@ -30,6 +30,9 @@ class DoctorOptions(KeepingOptions):
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), or in SWARM_TOKEN."""
     stage: StagesOrAuto = "auto"
     """Stage that the peer is to serve, or adjacent ones (1-3), or all."""
+    allow_class: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """The run's model.custom_class, as MODULE:CLASS: this machine imports it, and measures what it takes. May be given
+    several times."""
     device: str = "auto"
     """Device that the peer is to compute on."""
     memory: takes.Memory | None = None

@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 
@@ -25,18 +25,18 @@ from peers.shared import cli, logs
 from peers.shared.devices import Device
 from peers.shared.entrance import Entrance, dht_addresses_of, find_entrance
 from peers.shared.lan import with_invite
-from peers.shared.needs import of_stages
+from peers.shared.needs import Needs
 from peers.shared.network import Membership
 from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.room import Room, together
 from peers.shared.run_options import KeepingOptions, naming_options
-from peers.shared.stage_choice import StagesOrAuto
+from peers.shared.stage_choice import not_allowed
 from swarm import __version__
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.words import counted, printable
 from swarm.rpc.probe import Distance
-from swarm.types import PROTOCOLS, PeerId, PeerRecord
+from swarm.types import PROTOCOLS, Block, PeerId, PeerRecord
 
 PROG = "swarm-doctor"
 LOOK_SECONDS = 8.0
@@ -55,16 +55,20 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: 
     if isinstance(run, str):
         findings += [machine.files(0), *unasked(plan.ports)]
         return [*findings, not_checked("the rest", run)]
-    findings += await asyncio.to_thread(_for_run, plan, plan.stage, run, device)
+    findings += await asyncio.to_thread(_for_run, plan, run, device)
     return [*findings, versions(run.known.everyone()), *on_line]
 
 
-async def in_passing(plan: KeepingOptions, span: StagesOrAuto, run: Membership, device: Device | None) -> list[Finding]:
-    """Make the checks that take only a moment, and return the findings that say that something is wrong."""
+async def in_passing(
+    plan: KeepingOptions, each: Mapping[int, Needs], blocks: Sequence[Block] | None, run: Membership
+) -> list[Finding]:
+    """Make the checks that take only a moment, for a peer that has memory for its blocks; None: for one that it takes
+    by itself. Return the findings that say that something is wrong. `each` is what each stage needs."""
     peers = run.known.everyone()
     found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
     on_line = [line.judge_clock(found), line.judge_round_trip(found)]
-    return [finding for finding in (*_for_run(plan, span, run, device), *on_line) if finding.state is State.WRONG]
+    findings = [machine.files(len(peers)), *_on_disk(plan, each, blocks), *on_line]
+    return [finding for finding in findings if finding.state is State.WRONG]
 
 
 async def _on_line(plan: DoctorOptions, run: Membership, dht_addresses: Sequence[str]) -> list[Finding]:
@@ -88,20 +92,29 @@ async def _to_peers(run: Membership) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _for_run(plan: KeepingOptions, span: StagesOrAuto, run: Membership, device: Device | None) -> list[Finding]:
+def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
     findings = [machine.files(len(run.known.everyone()))]
-    if run.config.model.custom_class:
-        why = "the run has a model of its own, which a peer measures as it starts"
+    blocks = None if plan.stage == "auto" else plan.stage.of(run.config)
+    if why := not_allowed(run.config, blocks or run.blocks, plan.allow_class):
         return [*findings, not_checked("memory", why), not_checked("disk", why)]
-    blocks = None if span == "auto" else span.of(run.config)
-    num_peers = 1 + min(len(run.known.others(block)) for block in blocks or run.blocks)
-    each = of_stages(run.config, on_gpu=device is not None and device.kind == "cuda", num_peers=num_peers)
+    try:
+        room = Room.of(device or Device(name="cpu", free_bytes=0), run, run.config, blocks)
+    except ValueError as error:  # A class of the user's own is not here.
+        return [*findings, wrong("memory", str(error)), not_checked("disk", "what the stage takes is not known")]
     if device is None:
-        findings.append(not_checked("memory", "there is no device"))
+        memory = not_checked("memory", "there is no device")
+    elif not room.each:
+        memory = not_checked("memory", "the run's model.custom_class does not let itself be measured")
     else:
-        findings.append(machine.judge_memory(Room.on(device, each), blocks))
+        memory = machine.judge_memory(room, blocks)
+    return [*findings, memory, *_on_disk(plan, room.each, blocks)]
+
+
+def _on_disk(plan: KeepingOptions, each: Mapping[int, Needs], blocks: Sequence[Block] | None) -> list[Finding]:
+    if not each:
+        return [not_checked("disk", "what the run's model.custom_class takes is not known")]
     needs = [*each.values()] if blocks is None else [together(each, blocks)]
-    findings.append(machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may"))
+    findings = [machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may")]
     if plan.checkpoint is not None:
         most, each_bytes = plan.keeping.most, max(need.checkpoint for need in needs)
         findings.append(machine.disk(plan.checkpoint, most * each_bytes, f"{most} checkpoints"))

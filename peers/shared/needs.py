@@ -131,7 +131,8 @@ def of_stages(
     ranges, found, needs = layer_ranges(config), dict[tuple[object, ...], Needs](), dict[int, Needs]()
     for block in config.blocks if blocks is None else blocks:
         stage, name = block.stage, config.classes[block]
-        shape = (len(ranges[stage]), stage == 0, stage == len(ranges) - 1, name, stage if name else None)
+        is_end = stage == 0, stage == len(ranges) - 1
+        shape = (len(ranges[stage]), *is_end, most_microbatches(config, stage), name and (name, stage))
         if shape not in found:
             own = of_class(config, block)
             if name and _measured(own, stage) is None:

@@ -6,7 +6,9 @@ from functools import reduce
 from operator import add
 
 from peers.shared.devices import Device, free_ram_bytes, resident_bytes
-from peers.shared.needs import Needs
+from peers.shared.needs import Needs, of_stages
+from peers.shared.network import Membership
+from swarm.config import RunConfig
 from swarm.machine.out_of_memory import in_words
 from swarm.types import Block
 
@@ -29,6 +31,20 @@ class Room:
     device_bytes: int
     ram_bytes: int
     each: Mapping[int, Needs]
+
+    @classmethod
+    def of(
+        cls, device: Device, run: Membership, config: RunConfig, blocks: Sequence[Block] | None, *,
+        anchors_on_disk: bool = False,
+    ) -> "Room":  # fmt: skip
+        """The room for these blocks of a run, or with None for all, which then has one peer more. `config` is the run's
+        as the device computes it. Blocks for a moment, while the shapes of stages are found out. Raises ValueError if a
+        class of theirs cannot be imported."""
+        num_peers = 1 + min(len(run.known.others(block)) for block in blocks or run.blocks)
+        each = of_stages(
+            config, on_gpu=device.kind == "cuda", num_peers=num_peers, anchors_on_disk=anchors_on_disk, blocks=blocks
+        )
+        return cls.on(device, each)
 
     @classmethod
     def on(cls, device: Device, each: Mapping[int, Needs]) -> "Room":

@@ -1,6 +1,8 @@
-"""Which stages of a run one process serves, as --stage and --path say."""
+"""Which stages of a run one process serves, as --stage and --path say, and whose code it runs for them."""
 
 import re
+import shlex
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -71,3 +73,15 @@ StagesOrAuto = Annotated[
         lambda word: word if word == "auto" else StageChoice.parse(word),
     ),
 ]  # fmt: skip
+
+
+def not_allowed(config: "RunConfig", blocks: Iterable[Block], allowed: Collection[str]) -> str:
+    """What is to be done before this machine imports the custom classes of these blocks; empty if the user has allowed
+    them, or there are none."""
+    missing = sorted({config.classes[block] for block in blocks} - {"", *allowed})
+    if not missing:
+        return ""
+    return (
+        f"this run would have this machine import and run {', '.join(map(repr, missing))}, its model.custom_class: "
+        f"if you trust that code, add {' '.join(f'--allow-class {shlex.quote(name)}' for name in missing)}"
+    )

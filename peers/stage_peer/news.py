@@ -14,14 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from peers.doctor.program import in_passing
 from peers.reach.listen import Announced, private_advice
-from peers.shared.devices import here
 from peers.shared.lan import Announcer
 from peers.shared.network import Membership, say_who_may_join
-from peers.shared.room import written
+from peers.shared.room import Room, written
 from peers.stage_peer.options import PeerOptions
 from peers.status.answer import idle_because
 from peers.status.view import Joining
@@ -48,11 +45,10 @@ MOST_ACCUSERS = 3
 QUIET_SECONDS = 30.0
 
 
-async def say_what_is_wrong(options: PeerOptions, member: Membership, devices: Sequence[torch.device]) -> None:
+async def say_what_is_wrong(options: PeerOptions, member: Membership, room: Room) -> None:
     """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
-    # Of several devices it was made sure before that each has room for its stages.
-    device = here(devices[0], options.memory) if len(devices) == 1 else None
-    for finding in await in_passing(options, options.span, member, device):
+    blocks = None if options.span == "auto" else options.span.of(member.config)
+    for finding in await in_passing(options, room.each, blocks, member):
         logger.warning("%s: %s", finding.what, finding.text)
 
 

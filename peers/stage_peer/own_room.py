@@ -1,7 +1,6 @@
 """Which blocks this peer may take: those that its user allows, and for which its devices have room."""
 
 import asyncio
-import shlex
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ import torch
 from peers.shared import devices, needs
 from peers.shared.network import Membership
 from peers.shared.room import Room
+from peers.shared.stage_choice import not_allowed
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
 from swarm.types import Block
@@ -19,25 +19,17 @@ def require_blocks(options: PeerOptions, config: RunConfig, own: RunConfig | Non
     """Raise ValueError if the run has not all that the peer is to serve, or would have it run a custom class that our
     user has named neither in a configuration of their own nor in an option."""
     blocks = config.blocks if options.span == "auto" else options.span.of(config)
-    missing = sorted({config.classes[block] for block in blocks} - {"", *options.allow_class})
     # If the user has named a configuration, `agree_on_config` has made sure that the run's is the same.
-    if missing and own is None:
-        raise ValueError(
-            f"this run would have this machine import and run {', '.join(map(repr, missing))}, its model.custom_class: "
-            f"if you trust that code, add {' '.join(f'--allow-class {shlex.quote(name)}' for name in missing)}"
-        )
+    if own is None and (fault := not_allowed(config, blocks, options.allow_class)):
+        raise ValueError(fault)
 
 
 def room_on(device: torch.device, member: Membership, options: PeerOptions) -> Room:
-    """The room for the blocks that the options name, or for all. Blocks for a moment, while the shapes of stages are
-    found out. Raises ValueError if a class of theirs cannot be imported."""
-    num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
-    each = needs.of_stages(
-        devices.computing_in(member.config, options.dtype, device), on_gpu=device.type == "cuda", num_peers=num_peers,
-        anchors_on_disk=options.anchors is not None,
-        blocks=None if options.span == "auto" else options.span.of(member.config),
-    )  # fmt: skip
-    return Room.on(devices.here(device, options.memory), each)
+    """The room for the blocks that the options name, or for all. Blocks and raises as Room.of does."""
+    config = devices.computing_in(member.config, options.dtype, device)
+    blocks = None if options.span == "auto" else options.span.of(member.config)
+    has_anchors = options.anchors is not None
+    return Room.of(devices.here(device, options.memory), member, config, blocks, anchors_on_disk=has_anchors)
 
 
 def deal(sizes: Sequence[int], num_devices: int) -> list[int]:

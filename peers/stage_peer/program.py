@@ -289,7 +289,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
             checkpoints=options.resume, spans=room.spans, starts_over=options.start_over,
         )  # fmt: skip
-        await say_what_is_wrong(options, member, start.devices)
+        await say_what_is_wrong(options, member, room)
         everywhere = [
             await options_for(start, member, one, contents, own_figures, incarnation) for one in start.devices
         ]

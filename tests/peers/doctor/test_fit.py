@@ -81,7 +81,7 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     [
         (["--preset", "tiny", "--model", "x"], "exclude each other"),
         (["--preset", "tiny", "--stages", "9"], "error: --stages (9) must not exceed model.num_layers (3)"),
-        (["--preset", "tiny", "--set", "model.custom_class=a:B"], "is measured by a swarm-peer only"),
+        (["--preset", "tiny", "--set", "model.custom_class=a:B"], "is measured of a run that is there"),
     ],
 )
 def test_bad_plans_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """swarm-doctor: what it says of a run, and of a machine without one."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 import re
@@ -19,11 +20,13 @@ from peers.reach import inquiry
 from peers.reach.own_port import answering_as_node
 from peers.shared.devices import Device
 from peers.shared.entrance import find_entrance
+from peers.shared.room import Room
 from scripts.benches.shared.ports import free_ports
 from swarm import __version__
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock
+from swarm.model.stage_module import StageModule
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
@@ -53,8 +56,8 @@ class Ahead(SystemClock):
         return super().time() + 60.0
 
 
-def _options(*entries: Entry, **more: Any) -> DoctorOptions:
-    invite = str(Invite.fitting(CONFIG.run_id, entries, is_locked=False)) if entries else None
+def _options(*entries: Entry, run_id: str = CONFIG.run_id, **more: Any) -> DoctorOptions:
+    invite = str(Invite.fitting(run_id, entries, is_locked=False)) if entries else None
     return DoctorOptions(invite=invite, device="cpu", **more)
 
 
@@ -103,6 +106,27 @@ async def test_what_is_wrong_says_what_to_change() -> None:
     assert wrong == {"clock", "gRPC port", "DHT"}
 
 
+async def test_a_class_of_the_run_s_own_is_measured_once_the_user_allows_it() -> None:
+    name = f"{StageModule.__module__}:{StageModule.__qualname__}"
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, custom_class=name))
+    async with shown_run(config, generate(), NODE) as run:
+        strange, allowed = [
+            await _examine(_options(run.entry, run_id=config.run_id, allow_class=names)) for names in ((), (name,))
+        ]
+    for what in ("memory", "disk"):
+        assert (strange[what].state, allowed[what].state) == (State.NOT_CHECKED, State.FINE)
+    assert strange["memory"].text.endswith(f"if you trust that code, add --allow-class {name}")
+    assert re.match(r"a stage takes \S+ MiB to \S+ MiB or more, and \S+ GiB of cpu are there", allowed["memory"].text)
+
+
+async def test_a_class_that_is_not_here_is_wrong() -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, custom_class="no.such:Class"))
+    async with shown_run(config, generate(), NODE) as run:
+        found = await _examine(_options(run.entry, run_id=config.run_id, allow_class=("no.such:Class",)))
+    assert found["memory"].state is State.WRONG
+    assert found["memory"].text.startswith("model.custom_class 'no.such:Class' cannot be imported")
+
+
 def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     findings = [Finding("device", State.FINE, "cpu"), Finding("ports", State.NOT_CHECKED, "nobody asked")]
 
@@ -127,7 +151,8 @@ async def _in_passing(run: ShownRun, **plan: Any) -> list[Finding]:
     entrance = find_entrance(options, {}, prog="swarm-doctor", clock=SystemClock())
     async with entrance.asking(SystemClock()) as (member, _):
         await member.known.look(member.directory, member.blocks)
-        return await in_passing(options, options.stage, member, Device(name="cpu", free_bytes=8 << 30))
+        room = Room.of(Device(name="cpu", free_bytes=8 << 30), member, CONFIG, None)
+        return await in_passing(options, room.each, None, member)
 
 
 async def test_a_peer_that_joins_is_told_only_what_is_wrong(tmp_path: Path) -> None:

@@ -71,6 +71,16 @@ def test_what_codecs_drop_is_kept_from_round_to_round() -> None:
     assert Needs.of(sparse, 0, on_gpu=True).ram > residual_bytes(sparse, 0)
 
 
+def test_stages_with_fewer_microbatches_than_others_of_their_shape_need_less() -> None:
+    stages = StagesConfig(num_stages=4, variants=(1, 2, 1, 1), paths=((0, 0, 0, 0), (0, 1, 0, 0)))
+    model = dataclasses.replace(configs.load_preset("tiny").model, num_layers=4)
+    rounds = RoundsConfig(setting="synchronous", round_samples=64)
+    config = dataclasses.replace(configs.load_preset("tiny"), model=model, stages=stages, rounds=rounds)
+    found = of_stages(config, on_gpu=True)
+    assert found == {stage: Needs.of(config, stage, on_gpu=True) for stage in range(4)}
+    assert found[1].ram < found[2].ram
+
+
 class _Twice(StageModule):
     def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
         super().__init__(config, stage, layer_range)

@@ -22,6 +22,7 @@ from swarm.config import ModelConfig, RunConfig, StagesConfig, load_preset
 from swarm.credentials.identity import generate
 from swarm.model.stage_module import StageModule
 from swarm.rpc.entry import Entry
+from swarm.types import Block, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -97,6 +98,21 @@ def test_a_stage_for_which_there_is_no_memory_is_refused_in_a_line() -> None:
     assert re.match(
         r"a stage takes .* or more, and 512.0 MiB of cpu are there: close other", _room(config, 512 << 20).fault(None)
     )
+
+
+def test_a_peer_shares_its_stage_s_round_with_those_that_serve_that_stage_already() -> None:
+    member, on = _member(SYNCHRONOUS), torch.device("cpu")
+    others = [
+        PeerRecord(
+            peer_id=f"{number:040x}", name=str(number), announced_at=0.0, stage=1, endpoint=f"127.0.0.1:{number + 1}",
+            state=PeerState.SERVING,
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    member.known.update(Block(1), others)
+    shared, alone = (room_on(on, member, _joining(stage=stage)).each[1] for stage in (StageChoice(1, 1), "auto"))
+    assert shared == needs.of_stages(SYNCHRONOUS, on_gpu=False, num_peers=4)[1]
+    assert shared.other < alone.other
 
 
 async def test_a_peer_begins_only_if_each_device_has_room_for_its_own_stages() -> None:
