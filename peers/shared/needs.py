@@ -67,9 +67,11 @@ class Needs:
         """The needs for one stage, or a variant of it, which has so many peers. What a peer keeps by --anchors is not
         counted."""
         config = computing_on(config, on_gpu=on_gpu)
-        held, size = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
+        held, shapes = state_bytes(config, stage), _shapes(config, stage)[1]
+        size = held["parameters"]
         # In float32, even if moments are held in 8 bits.
-        checkpoint = size + (_moment_bytes(config, stage) if config.rounds.synchronous else size)
+        in_full = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moments="fp32"))
+        checkpoint = size + (optimizer_bytes(in_full, shapes) if config.rounds.synchronous else size)
         weights = held.pop("parameters") + held.pop("version") + held.pop("casts", 0)
         frozen, optimizer = held.pop("frozen", 0), held.pop("optimizer")
         # With DiLoCo the outer step is taken on the CPU.
@@ -79,7 +81,7 @@ class Needs:
         averaging = averaging_bytes(config, stage, num_members=max(2, num_peers))
         outer = 0 if anchors_on_disk else outer
         ram = outer + averaging + residual_bytes(config, stage) + share * settled_bytes(config, stage)
-        gradient, is_last = version_bytes(config, _shapes(config, stage)[1]), stage == config.stages.num_stages - 1
+        gradient, is_last = version_bytes(config, shapes), stage == config.stages.num_stages - 1
         turns = gradient + (loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu) if is_last else 0)
         if config.model.gradient_checkpointing and not config.model.custom_class:
             turns += layer_graph_bytes(config, fused=on_gpu)
@@ -223,12 +225,6 @@ def _frozen_bytes(config: RunConfig, name: str, shape: Size) -> int:
         return _FLOAT_BYTES * shape.numel()
     is_nf4 = config.lora.base == "nf4" and name.startswith("layers.")
     return nf4.num_bytes(shape.numel()) if is_nf4 else _HALF_BYTES * shape.numel()
-
-
-def _moment_bytes(config: RunConfig, stage: int) -> int:
-    """Bytes of all that the optimizer remembers, in float32."""
-    in_full = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moments="fp32"))
-    return state_bytes(in_full, stage)["optimizer"]
 
 
 def optimizer_bytes(config: RunConfig, shapes: Mapping[str, Size]) -> int:
