@@ -52,42 +52,34 @@ def require_exporter(host: str, port: int | None) -> None:
 
 @asynccontextmanager
 async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None) -> AsyncIterator[None]:
-    """Answer Prometheus' requests inside the block, if there is a port for that. `prefix` is what the names of all
-    metrics begin with. Raises ValueError if the port cannot be had."""
+    """Answer Prometheus' requests inside the block, in other threads, if there is a port for that. `prefix` is what the
+    names of all metrics begin with, such as swarm_peer. Raises ValueError if the port cannot be had."""
     if port is None:
         yield
         return
-    async with _Exporter(own, prefix).serving(host, port) as url:
-        logger.info("figures for Prometheus at %s", url)
+    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(own, prefix))
+    ProcessCollector(registry=registry)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ValueError(f"--metrics-port {port}: {error.strerror or error}; choose another port") from None
+    logger.info("figures for Prometheus at http://%s/metrics", endpoint_of(host, server.server_port))
+    try:
         yield
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        thread.join()
 
 
-class _Exporter:
+class _Collector:
     def __init__(self, own: OwnFigures, prefix: str) -> None:
-        """`prefix` is what the names of all metrics begin with, such as swarm_peer."""
         self._own = own
         self._prefix = prefix
         self._loop = asyncio.get_running_loop()
-
-    @asynccontextmanager
-    async def serving(self, host: str, port: int) -> AsyncIterator[str]:
-        """Answer at a port inside the block, in other threads. Yields the URL. Raises ValueError if the port cannot be
-        had."""
-        from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-
-        registry = CollectorRegistry()
-        registry.register(self)
-        ProcessCollector(registry=registry)
-        try:
-            server, thread = start_http_server(port, host, registry)
-        except OSError as error:
-            raise ValueError(f"--metrics-port {port}: {error.strerror or error}; choose another port") from None
-        try:
-            yield f"http://{endpoint_of(host, server.server_port)}/metrics"
-        finally:
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            thread.join()
 
     def describe(self) -> "Iterable[Metric]":
         """Return nothing. Without this method the registry would collect all metrics at registration."""
