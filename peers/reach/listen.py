@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import psutil
 
@@ -160,27 +160,11 @@ class Listen:
         return () if set(own) & set(reached) else own[:MOST_OWN]
 
 
-@dataclass(frozen=True)
-class Candidates:
-    outside: tuple[str, ...]
-    """The addresses that lead beyond this machine, the best first."""
-    loopback: tuple[str, ...]
-    """The addresses that do not."""
-    is_decided: bool
+class Candidates(NamedTuple):
+    hosts: tuple[str, ...]
+    """The addresses to announce, the best first: those that lead beyond this machine, if there are any."""
+    is_decided: bool = True
     """Whether the first address is known to be on a route to others, or is the only one."""
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The addresses to announce: those that lead beyond this machine, if there are any."""
-        return self.outside or self.loopback
-
-    def say_if_undecided(self) -> None:
-        """If it is not known which of the addresses others can use, log a warning that lists the addresses."""
-        if not self.is_decided:
-            logger.warning(
-                "this machine has no default route and several addresses: %s; others are told %s first. If they reach "
-                "it by another one, give --announce HOST", ", ".join(self.outside), self.outside[0],
-            )  # fmt: skip
 
 
 def candidates(
@@ -196,7 +180,7 @@ def candidates(
     if host:
         listens_at = ipaddress.ip_address(host)
         if not listens_at.is_unspecified:
-            return Candidates((host,), (), is_decided=True)
+            return Candidates((host,))
         versions = {listens_at.version}
     outside, loopback = list[str](), list[str]()
     for name, addresses in interfaces.items():
@@ -207,21 +191,21 @@ def candidates(
                 continue
             (loopback if ip.is_loopback else outside).append(address)
     preferred = [address for address in (*towards_peers, *by_default) if address in outside]
-    return Candidates(
-        outside=tuple(dict.fromkeys([*preferred, *outside])),
-        loopback=tuple(loopback),
-        is_decided=bool(preferred) or len(outside) < 2,
-    )
+    hosts = tuple(dict.fromkeys([*preferred, *outside])) or tuple(loopback)
+    return Candidates(hosts, is_decided=bool(preferred) or len(outside) < 2)
 
 
 def own_outside(host: str, initial_peers: Sequence[str], *, is_named: bool) -> tuple[Outside, ...]:
     """This machine's own addresses, the best first, for a peer that listens at `host` and enters the DHT at
     `initial_peers`. Unless the user named the addresses at which others reach it, a warning tells if it is not known
     which is the best."""
-    own = own_candidates(host, initial_peers)
-    if not is_named:
-        own.say_if_undecided()
-    return tuple(map(Outside, own.hosts))
+    hosts, is_decided = own_candidates(host, initial_peers)
+    if not (is_named or is_decided):
+        logger.warning(
+            "this machine has no default route and several addresses: %s; others are told %s first. If they reach it "
+            "by another one, give --announce HOST", ", ".join(hosts), hosts[0],
+        )  # fmt: skip
+    return tuple(map(Outside, hosts))
 
 
 def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
@@ -230,7 +214,7 @@ def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
     try:
         versions = [ipaddress.ip_address(host).version] if host else [4, 6]
     except ValueError:
-        return Candidates((), (), is_decided=True)
+        return Candidates(())
     peers = [place(address) for address in initial_peers if is_node(address)]
     towards = [own_address(*peer, version) for peer in peers for version in versions]
     by_default = [own_address(_ELSEWHERE[version], 9, version) for version in versions]
