@@ -167,9 +167,8 @@ class DhtReach:
     def moved(self, own: Sequence[Outside]) -> None:
         """Name the addresses that the machine has now in place of its former ones. Those that the user named stay."""
         if self._named:
-            _, libp2p_id = addresses.split(self._named[0])
             kept = [named for named in self._named if addresses.place(named)[0] not in self._own]
-            new = [f"{addresses.at(one.host, self.port)}/p2p/{libp2p_id}" for one in own]
+            new = [self._at(one.host, self.port) for one in own]
             self._named, self._own = (*kept, *new), {one.host for one in own}
 
     @asynccontextmanager
@@ -194,8 +193,7 @@ class DhtReach:
     def is_forwarded_from(self, host: str, port: int) -> None:
         """Announce the node at a router's address too, while nobody can say whether it is reached there."""
         if self.addresses and port:
-            _, libp2p_id = addresses.split(self._named[0])
-            self.addresses = (f"{addresses.at(host, port)}/p2p/{libp2p_id}", *self.addresses)
+            self.addresses = (self._at(host, port), *self.addresses)
 
     async def conclude(self, reached: Sequence[str]) -> None:
         """Announce the node at these endpoints. If there are none, make the node a client, which nobody asks. `reached`
@@ -212,12 +210,14 @@ class DhtReach:
             if not await self._become(client_mode=False):
                 return
             logger.info("others reach its node of the DHT at %s by now: from now on it is asked again", reached[0])
-        _, libp2p_id = addresses.split(self._named[0])
-        ends = map(host_and_port, reached)
-        found = (f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
+        found = (self._at(*host_and_port(end)) for end in reached)
         # Nobody outside reaches the machine's own, which are for processes on it and in its network.
         own = (named for named in self._named if addresses.place(named)[0] in self._own)
         self.addresses = tuple(dict.fromkeys([*found, *own]))
+
+    def _at(self, host: str, port: int) -> str:
+        _, libp2p_id = addresses.split(self._named[0])
+        return f"{addresses.at(host, port)}/p2p/{libp2p_id}"
 
     async def _become(self, *, client_mode: bool) -> bool:
         try:

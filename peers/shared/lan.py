@@ -6,7 +6,6 @@ announced, and more than one has a peer that answers, the user has to choose.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import re
@@ -21,7 +20,7 @@ from peers.shared.network import in_turns
 from peers.shared.run_options import EntranceOptions
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.machine import extras
-from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.clock import SystemClock, run_loop, wait
 from swarm.rpc.endpoint import ip_of
 from swarm.rpc.invite import Invite
 
@@ -143,9 +142,11 @@ async def find() -> dict[str, Invite]:
                     asking[name] = tasks.create_task(ask(name))
 
             browser = AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[note])
-            if not await _is_set(first, SAY_SECONDS):
+            await wait(first, SAY_SECONDS)
+            if not first.is_set():
                 logger.warning("looking for a run in this network: %.0f s so far, of %.0f", SAY_SECONDS, LOOK_SECONDS)
-            if await _is_set(first, LOOK_SECONDS - SAY_SECONDS):
+            await wait(first, LOOK_SECONDS - SAY_SECONDS)
+            if first.is_set():
                 await asyncio.sleep(SETTLE_SECONDS)
             await browser.async_cancel()
             for task in asking.values():
@@ -182,14 +183,6 @@ def merged(claims: Iterable[tuple[str, Invite]]) -> dict[str, Invite]:
         )
         for name, invites in by_run.items()
     }
-
-
-async def _is_set(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until the event is set, for `seconds` at most. Return whether it is set."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    return event.is_set()
 
 
 class Announcer:
