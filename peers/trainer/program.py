@@ -96,9 +96,8 @@ def main(argv: Sequence[str]) -> int:
             # The text is prepared in the main thread, outside the loop: this may take minutes, and Ctrl-C could not end
             # another thread.
             with stopping.interruptible(), naming_options(options):
-                data = now.data
-                _, first = open_corpus(now, options.dataset, options.tokenizer, options.validation, options.paths or ())
-                texts = Texts(first, data, lambda later: open_later(options, dataclasses.replace(now, data=later)))
+                first = open_text(now, options.dataset, options.tokenizer, options.validation, options.paths or ())
+                texts = Texts(first, now.data, lambda later: open_later(options, dataclasses.replace(now, data=later)))
                 rerouting = rerouting_of(options, member.config)
             process.require_addresses(process.THREAD_BYTES)
             return runner.run(run(options, member, paths, texts, events, rerouting))
@@ -116,8 +115,8 @@ async def present_config(member: Membership) -> RunConfig:
 
 
 def open_later(options: TrainerOptions, config: RunConfig) -> Microbatches:
-    """Open a text that an amendment names. Its datasets are where the amendment says. Raises as open_corpus does."""
-    return open_corpus(config, (), options.tokenizer, options.validation, options.paths or ())[1]
+    """Open a text that an amendment names. Its datasets are where the amendment says. Raises as open_text does."""
+    return open_text(config, (), options.tokenizer, options.validation, options.paths or ())
 
 
 async def open_later_texts(member: Membership, texts: Texts, watcher: RoundWatcher) -> Never:
@@ -181,16 +180,16 @@ async def run(
         peers=member.known.peers, channels=member.channels,
     )  # fmt: skip
     report = Report(
-        config, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
+        member.timeline, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
         console=Screen(stderr=True), clock=member.clock,
-        remedy=lambda block: cure_of(block, member, insecure=options.insecure), timeline=member.timeline,
+        remedy=lambda block: cure_of(block, member, insecure=options.insecure),
     )  # fmt: skip
     with metrics, report:
         session = make_session(options, member, paths, texts, watcher, report, events, rerouting)
         own = OwnFigures()
-        own.follow((lambda: TrainerRow.of(record_of(member, paths, session, name)), {"run": config.run_id}))
+        own.follow((lambda: TrainerRow.of(record_of(member, session, name)), {"run": config.run_id}))
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
-            exit_code = await carry_out(member, paths, session, name)
+            exit_code = await carry_out(member, session, name)
     events.write(Leave())
     corpus = texts.at_hand(member.timeline.at(watcher.latest_round).data).corpus
     return await finish(report, options.output, corpus, session.sample, reported, exit_code=exit_code)
@@ -222,14 +221,14 @@ def make_session(
         config=config, paths=paths, texts=texts, hops=hops, work=work, watcher=watcher, clock=clock,
         on_waiting=report.waiting, events=events, timeline=member.timeline,
     )  # fmt: skip
-    return Session(options, config, paths, texts, member.timeline, hops, watcher, loop, report, rerouting, member.waits)
+    return Session(options, paths, texts, member.timeline, hops, watcher, loop, report, rerouting, member.waits)
 
 
-async def carry_out(member: Membership, paths: TrainerPaths, session: Session, name: str) -> int:
+async def carry_out(member: Membership, session: Session, name: str) -> int:
     """Train, or only evaluate, until it is done or told to stop, and return the exit code, 0 if it is done."""
     known, directory, clock = member.known, member.directory, member.clock
     stop = stopping.stop_event()
-    announcement = Announcement(directory, "this trainer", lambda: record_of(member, paths, session, name), clock)
+    announcement = Announcement(directory, "this trainer", lambda: record_of(member, session, name), clock)
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(
@@ -253,8 +252,8 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
     return stop.exit_code if stop.is_set() else 0
 
 
-def record_of(member: Membership, paths: TrainerPaths, session: Session, name: str) -> TrainerRecord:
-    figures = session.report.figures
+def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
+    figures, paths = session.report.figures, session.paths
     return TrainerRecord(
         peer_id=member.peer_id, name=name, announced_at=member.clock.time(),
         paths=paths.paths[:MOST_NAMED_PATHS] if paths.paths != tuple(range(len(member.config.paths))) else (),
@@ -286,10 +285,10 @@ async def finish(
     return exit_code
 
 
-def open_corpus(
+def open_text(
     config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None, validation: str | None = None,
     paths: Collection[int] = (),
-) -> tuple[corpora.Corpus, Microbatches]:  # fmt: skip
+) -> Microbatches:  # fmt: skip
     """Open this machine's copy of the run's text, which is where the run's configuration says, unless the arguments
     name another place. If `paths` are named, only their datasets are opened.
 
@@ -328,4 +327,4 @@ def open_corpus(
     corpus = corpora.prepare(local, cache_dir=cache_folder() / "corpora")
     corpus = corpora.in_order(config.data, corpus, paths)
     corpora.check_digest(local, corpus, corpora.wanted_digests(config.data, paths) if paths else ())
-    return corpus, Microbatches(corpus, config.data, paths)
+    return Microbatches(corpus, config.data, paths)

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 from peers.trainer.figures import Figure, Figures
-from swarm.config import RunConfig, Timeline
+from swarm.config import Timeline
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import HeldOutLoss
 from swarm.hop.answers import Obstacle
@@ -45,15 +45,15 @@ class Report(contextlib.AbstractContextManager["Report"]):
     """Reports every step that it is told of. Inside its `with` block the progress bar is shown."""
 
     def __init__(
-        self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
-        remedy: Callable[[Block], str], timeline: Timeline | None = None,
+        self, timeline: Timeline, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
+        remedy: Callable[[Block], str],
     ) -> None:  # fmt: skip
         """With 0 `steps` there is only an evaluation. `remedy` says what the user can do about a block without a
-        peer. `timeline` has the amendments, if there can be any."""
+        peer."""
         self._clock = clock
-        self._timeline = timeline or Timeline(config)
+        self._timeline = timeline
         self._steps = steps
-        self.figures = Figures(self._timeline)
+        self.figures = Figures(timeline)
         self._output = output
         self._metrics = metrics
         self._console = console

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
-from swarm.config import RunConfig, Timeline
+from swarm.config import Timeline
 from swarm.data import tokenizers
 from swarm.data.microbatches import HeldOutLoss, Microbatches, Texts
 from swarm.errors import Fatal, SwarmError
@@ -39,7 +39,6 @@ TEMPERATURE = 0.7
 @dataclass
 class Session:
     options: TrainerOptions
-    config: RunConfig
     paths: TrainerPaths
     texts: Texts
     timeline: Timeline
@@ -141,12 +140,12 @@ class Session:
 
     async def text(self) -> Microbatches:
         """The text of the newest round that is known. Raises CorpusMismatch if this machine does not have it."""
-        config = self.timeline.at(self.watcher.latest_round).data
-        return await asyncio.wrap_future(self.texts.want(config))
+        data = self.timeline.at(self.watcher.latest_round).data
+        return await asyncio.wrap_future(self.texts.want(data))
 
     def _alongs(self) -> list[Along]:
         live = [path for path in self.paths.paths if self.paths.is_live(path)]
-        first = {path: self.config.blocks_of(path)[0] for path in live or self.paths.paths}
+        first = {path: self.timeline.config.blocks_of(path)[0] for path in live or self.paths.paths}
         return [Along(path, self.hops[block], self.loop.listener(path)) for path, block in first.items()]
 
     async def write_sample(self) -> str:
@@ -154,11 +153,12 @@ class Session:
         the swarm could not write it."""
         if not self.options.sample_tokens:
             return ""
-        tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
-        sampling = Sampling(temperature=TEMPERATURE, seed=self.config.data.seed)
+        config = self.timeline.config
+        tokenizer = tokenizers.load(self.options.tokenizer or config.data.tokenizer)
+        sampling = Sampling(temperature=TEMPERATURE, seed=config.data.seed)
         try:
             along = self._alongs()[0]
-            engine = SwarmEngine(along.hop, self.config, path=along.path)
+            engine = SwarmEngine(along.hop, config, path=along.path)
             texts = (await self.text()).held_out_by_source(1)
             own = next(text for text in texts if not text.paths or along.path in text.paths)
             prompt = own.batches[0][TOKENS][0, :-1].tolist()[-_half(engine) :]

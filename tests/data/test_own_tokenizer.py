@@ -15,7 +15,7 @@ from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
 from peers.status.view import Joining
-from peers.trainer.program import open_corpus
+from peers.trainer.program import open_text
 from swarm.config import DataConfig, RunConfig
 from swarm.data import corpora, tokenizers
 from swarm.errors import CorpusMismatch
@@ -138,11 +138,11 @@ async def test_a_run_has_it_and_trainers_import_it_if_their_user_names_it(tmp_pa
     member: Any = SimpleNamespace(config=config)
     with pytest.raises(ValueError, match=f"if you trust that code, add --tokenizer {name}$"):
         await have_tokenizer(member, tmp_path / "cache")
-    corpus, _ = open_corpus(config, (), name)
+    corpus = open_text(config, (), name).corpus
     assert len(corpus.sources[0].tokens) == 6000
     assert corpora.prepare(config.data, cache_dir=tmp_path / "cache" / "swarm" / "corpora").digest == config.data.digest
     with pytest.raises(CorpusMismatch):
-        open_corpus(config, (), "class:own_letters:Swapped")
+        open_text(config, (), "class:own_letters:Swapped")
 
 
 def test_checkpoints_make_nobody_import_it_and_are_exported_without_it(

@@ -21,10 +21,10 @@ from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
 from peers.trainer import program
 from peers.trainer.options import TrainerOptions
-from peers.trainer.program import finish, open_corpus, open_later_texts, paths_of, rerouting_of
+from peers.trainer.program import finish, open_later_texts, open_text, paths_of, rerouting_of
 from peers.trainer.report import Report
 from swarm import config as configs
-from swarm.config import Amendment, RunConfig, StagesConfig
+from swarm.config import Amendment, RunConfig, StagesConfig, Timeline
 from swarm.data import tokenizers
 from swarm.data.microbatches import Microbatches, Texts
 from swarm.data.path_router import PathRouter, hashed
@@ -71,7 +71,7 @@ def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: P
         SYNCHRONOUS, data=dataclasses.replace(SYNCHRONOUS.data, dataset=str(secret), digest="")
     )
     with pytest.raises(ValueError, match="does not say which text it is trained on: name yours with --dataset"):
-        open_corpus(config, ())
+        open_text(config, ())
 
 
 @pytest.mark.parametrize("option", ["--dataset", "--validation"])
@@ -93,11 +93,11 @@ def test_a_class_that_the_run_names_is_not_imported_unless_our_user_names_it(
     config = dataclasses.replace(config, data=data)
     told = f"if you trust that code, add {option} {name}"
     with pytest.raises(ValueError, match=f"^this run would have this machine import and run '{name}'.*: {told}$"):
-        open_corpus(config, (text,) if option == "--validation" else ())
+        open_text(config, (text,) if option == "--validation" else ())
     assert not (tmp_path / "imported").exists()
     given = {"datasets": (name,)} if option == "--dataset" else {"datasets": (text,), "validation": name}
     with pytest.raises(CorpusMismatch, match="is different text here"):
-        open_corpus(config, **given)
+        open_text(config, **given)
     assert (tmp_path / "imported").exists()
 
 
@@ -116,9 +116,9 @@ def test_the_tokenizer_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.Mon
     config = _run_with_a_tokenizer(tmp_path)
     copy = (tmp_path / "first").rename(tmp_path / "second") / "tokenizer.json"
     with pytest.raises(ValueError, match="the run's tokenizer is not on this machine: name a copy with --tokenizer"):
-        open_corpus(config, ())
-    corpus, data = open_corpus(config, (), str(copy))
-    assert corpus.digest == config.data.digest
+        open_text(config, ())
+    data = open_text(config, (), str(copy))
+    assert data.corpus.digest == config.data.digest
     assert data.held_out(1)[0][TOKENS].max() == 3
 
 
@@ -131,11 +131,11 @@ def test_a_text_for_validation_may_lie_elsewhere(tmp_path: Path, monkeypatch: py
     assert config is not None
     copy = (tmp_path / "own.txt").rename(tmp_path / "copy.txt")
     with pytest.raises(ValueError, match=r"^data\.validation '[^']*own\.txt' does not exist"):
-        open_corpus(config, ())
-    assert open_corpus(config, (), validation=str(copy))[0].digest == config.data.digest
+        open_text(config, ())
+    assert open_text(config, (), validation=str(copy)).corpus.digest == config.data.digest
     whole = dataclasses.replace(config, data=dataclasses.replace(config.data, validation="", digest=""))
     with pytest.raises(ValueError, match="the run holds out a part of its own: leave it out"):
-        open_corpus(whole, (str(tmp_path / "text.txt"),), validation=str(copy))
+        open_text(whole, (str(tmp_path / "text.txt"),), validation=str(copy))
 
 
 def test_a_trainer_of_some_paths_reads_and_checks_their_texts_alone(
@@ -150,22 +150,22 @@ def test_a_trainer_of_some_paths_reads_and_checks_their_texts_alone(
         PeerOptions(preset="tiny", set=(*settings, "rounds.round_samples=96")), None, tmp_path / "first"
     )
     assert config is not None
-    _, whole = open_corpus(config, ())
+    whole = open_text(config, ())
     texts[0].unlink()
     with pytest.raises(ValueError, match=r"bees\.txt' does not exist"):
-        open_corpus(config, ())
-    _, some = open_corpus(config, (), paths=(1, 2))
+        open_text(config, ())
+    some = open_text(config, (), paths=(1, 2))
     assert [some.tokens(index).tolist() for index in (1, 2, 4)] == [whole.tokens(index).tolist() for index in (1, 2, 4)]
     copies = (str(texts[2].rename(tmp_path / "copy.txt")), str(texts[1]))
-    _, elsewhere = open_corpus(config, copies, paths=(1, 2))
+    elsewhere = open_text(config, copies, paths=(1, 2))
     assert elsewhere.tokens(5).tolist() == whole.tokens(5).tolist()
     with pytest.raises(
         ValueError, match=r"names 2 datasets, and the run has ants\.txt for these paths: name all of them"
     ):
-        open_corpus(config, copies, paths=(1,))
+        open_text(config, copies, paths=(1,))
     texts[1].write_text("other ants. " * 6000)
     with pytest.raises(CorpusMismatch, match=r"'[^']*ants\.txt' is different text here"):
-        open_corpus(config, (), paths=(1,))
+        open_text(config, (), paths=(1,))
 
 
 def test_a_router_that_is_not_for_the_run_is_one_line(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_run_on_a_dataset_that_streams_is_begun_and_joined(
     options = PeerOptions(preset="tiny", dataset=("hf:stories",), set=("data.part_rows=60",))
     config = own_config(options, None, tmp_path / "first")
     assert config is not None
-    _, data = open_corpus(config, ())
+    data = open_text(config, ())
     told = set[str]()
     for index in range(2 * data.num_windows // config.data.microbatch_size + 1):
         told |= set(bytes(data.tokens(index).ravel().tolist()).decode().split())
@@ -212,12 +212,12 @@ def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
     ours, theirs = tokenizers.load(larger).identity[:12], config.data.tokenizer_identity[:12]
     told = f"is another tokenizer here ({ours}) than in the run ({theirs}); leave --tokenizer out"
     with pytest.raises(CorpusMismatch, match=re.escape(told)) as caught:
-        open_corpus(config, (), larger)
+        open_text(config, (), larger)
     assert "\n" not in str(caught.value)
     with pytest.raises(
         CorpusMismatch, match=re.escape(f"is another tokenizer here (bytes) than in the run ({theirs})")
     ):
-        open_corpus(config, (), "bytes")
+        open_text(config, (), "bytes")
 
 
 class _Wandb:
@@ -241,8 +241,8 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
     sample = "" if told else "it\x1bgoes\ton"
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         report = Report(
-            SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True), clock=ManualClock(),
-            remedy=str,
+            Timeline(SYNCHRONOUS), steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True),
+            clock=ManualClock(), remedy=str,
         )  # fmt: skip
         reported = Reporting(wandb=cast(WandbRun, _Wandb()), tensorboard=None)
         assert await finish(report, tmp_path, corpus, sample, reported, exit_code=told) == exit_code

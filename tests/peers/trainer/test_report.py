@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from peers.trainer.report import GAP_SECONDS, Report
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.data.microbatches import HeldOutLoss
 from swarm.hop.answers import Obstacle
 from swarm.machine.clock import Clock
@@ -41,7 +41,7 @@ class Metrics:
 
 def _report(folder: Path, clock: Clock | None = None, *, metrics: Metrics | None = None) -> Report:
     return Report(
-        RunConfig(), steps=9, output=folder, metrics=cast(MetricsLog, metrics or Metrics()),
+        Timeline(RunConfig()), steps=9, output=folder, metrics=cast(MetricsLog, metrics or Metrics()),
         console=Console(quiet=True), clock=clock or ManualClock(), remedy=lambda stage: f"start one at {stage}",
     )  # fmt: skip
 

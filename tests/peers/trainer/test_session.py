@@ -60,7 +60,7 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
         peers=lambda block: [peer.record for peer in chain.at(block.stage)],
     )  # fmt: skip
     report = Report(
-        config,
+        Timeline(config),
         steps=steps,
         output=folder,
         metrics=metrics,
@@ -78,7 +78,7 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
         on_waiting=report.waiting,
     )  # fmt: skip
     options = TrainerOptions(initial_peers=("x",), evaluation_samples=2, sample_tokens=2)
-    return Session(options, config, paths, texts, Timeline(config), hops, watcher, loop, report)
+    return Session(options, paths, texts, Timeline(config), hops, watcher, loop, report)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
