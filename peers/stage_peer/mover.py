@@ -7,7 +7,7 @@ without the block's state, and never moves away from a block that no other peer 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.reach.listen import Announced, Listening
@@ -19,9 +19,7 @@ from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import LAST_DRAIN_SECONDS, LAST_QUIET_SECONDS, LAST_ROUND_SECONDS, PeerServer
-from swarm import events
 from swarm.errors import Fatal, SwarmError
-from swarm.events import Events
 from swarm.machine.clock import Clock
 from swarm.machine.out_of_memory import SMALLER, is_out_of_memory, what_was_asked
 from swarm.rebalancing.layout import Span
@@ -66,7 +64,7 @@ says whether the peer comes from other blocks."""
 class Mover:
     def __init__(
         self, *, make_server: Callable[[asyncio.TaskGroup], PeerServer], make_options: OptionsFactory,
-        rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events, stop: asyncio.Event,
+        rebalancer: Rebalancer, listen: Listening, clock: Clock, stop: asyncio.Event,
         on_serving: Callable[[Span, Announced], None],
     ) -> None:  # fmt: skip
         """`make_server` makes the server of the whole process, whose tasks are in the group. `on_serving` is called
@@ -76,7 +74,6 @@ class Mover:
         self._rebalancer = rebalancer
         self._listen = listen
         self._clock = clock
-        self._event_log = event_log
         self._stop = stop
         self._on_serving = on_serving
         self._span: Span = ()
@@ -120,10 +117,6 @@ class Mover:
         if self._stop.is_set():
             await self._rebalancer.gave_up(other, before=span)
         return not self._stop.is_set()
-
-    def _write_leave(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self._event_log.write(events.Leave(), block)
 
     async def _begin(self, server: PeerServer, blocks: Sequence[Block], *, moved: bool) -> bool:
         """Begin at blocks. Returns whether they are served: not if the peer is told to leave the run before. Raises
@@ -170,7 +163,7 @@ class Mover:
                 logger.info("leaving: finishing what is in flight")
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
-                self._write_leave(server.blocks)
+                server.has_left(server.blocks)
                 if (fault := server.fault) is not None:
                     raise fault
                 return
@@ -209,15 +202,15 @@ class Mover:
         that stay. Returns the blocks that it serves then: the former ones if the new ones could not be entered, or only
         those that stay if the peer is to leave the run."""
         await server.remove(move.left)
-        self._write_leave(move.left)
+        server.has_left(move.left)
         way, retry_seconds = move, RETRY_SECONDS
         failure = await self._enter(server, way.entered)
         while failure and await self._turns(way.after, way.before, failure, retry_seconds):
-            self._write_leave(way.entered)
+            server.has_left(way.entered)
             way, retry_seconds = way.back(), min(2 * retry_seconds, MAX_RETRY_SECONDS)
             failure = await self._enter(server, way.entered)
         if failure != "":  # The peer is to leave the run.
-            self._write_leave(way.entered)
+            server.has_left(way.entered)
             await self._gives_up(way.after, before=way.before)
             return tuple(block for block in move.before if block in move.after)
         if way.after == move.after:

@@ -308,8 +308,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
         mover = Mover(
-            make_server=make_server, make_options=make_options, rebalancer=rebalancer, clock=clock,
-            event_log=start.events, stop=stop, on_serving=serves, listen=reach,
+            make_server=make_server, make_options=make_options, rebalancer=rebalancer, clock=clock, stop=stop,
+            on_serving=serves, listen=reach,
         )  # fmt: skip
         await mover.run(span)
         for task in background:

@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import gc
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -302,5 +302,9 @@ class PeerServer:
         await self.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS, of=served)
         await self.drain(LAST_DRAIN_SECONDS, of=served)
         await self.leave(of=served)
-        for name in served:
+        self.has_left(served)
+
+    def has_left(self, blocks: Iterable[Block]) -> None:
+        """Write to the event log that this peer has left these blocks."""
+        for name in blocks:
             self._options.events.write(Leave(), name)

@@ -117,7 +117,7 @@ class LocalPeer:
         """Serve inside the block, at first this stage, or several."""
         mover = Mover(
             make_server=self.make_server, make_options=self.make_options, rebalancer=self.rebalancer,
-            clock=self.clock, event_log=self.log, stop=self.stop, listen=HERE,
+            clock=self.clock, stop=self.stop, listen=HERE,
             on_serving=lambda span, _: self.served.put_nowait(span[0].stage),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
