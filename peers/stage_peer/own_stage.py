@@ -48,7 +48,6 @@ class ServerOptions:
     given: PeerOptions
     """What the user gave, with the name that this peer announces."""
     device: torch.device
-    resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
     peak_flops: float = 0.0
@@ -58,11 +57,22 @@ class ServerOptions:
     recorder: Recorder | None = None
     """Records what the peer computes again and again; None: nothing is recorded."""
     weights: Weights | None = None
+    moves: bool = False
+    """Whether the peer comes from another stage."""
     shelves: Shelves = field(default_factory=Shelves)
     prefix: str = ""
     """What lines of the log about this block begin with: the stage, where the process serves several."""
     own_figures: OwnFigures = field(default_factory=OwnFigures)
     incarnation: Incarnation = field(default_factory=Incarnation)
+
+    @property
+    def resume(self) -> ResumeOptions:
+        given, moves = self.given, self.moves
+        return ResumeOptions(
+            folder=given.resume, round_number=None if moves else given.resume_round, moves=moves,
+            joins=moves or given.joins, starts_over=given.start_over, has_weights=self.weights is not None,
+            had_checkpoints=self.checkpoints is not None and self.checkpoints.had_any,
+        )  # fmt: skip
 
 
 def own_backends(

@@ -51,7 +51,6 @@ from peers.stage_peer.own_room import dealt, require_blocks, require_room
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
-from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import PeerServer
 from peers.status.exporter import OwnFigures, exporting, require_exporter
 from swarm import config as configs
@@ -178,15 +177,6 @@ class Start:
     returns: bool
     """Whether this peer was in the run before, so that others may still know its address."""
 
-    def resume_options(self, *, moved: bool, has_weights: bool) -> ResumeOptions:
-        """`moved` says whether the peer comes from another stage."""
-        options, checkpoints = self.options, self.checkpoints
-        return ResumeOptions(
-            folder=options.resume, round_number=None if moved else options.resume_round, moves=moved,
-            joins=moved or options.joins, starts_over=options.start_over, has_weights=has_weights,
-            had_checkpoints=checkpoints is not None and checkpoints.had_any,
-        )  # fmt: skip
-
 
 async def run(start: Start) -> None:
     """Join, serve and leave. Raises what `serve` and `exporting` raise, and Fatal if the last checkpoint was not
@@ -233,8 +223,7 @@ async def options_for(
         given=options, device=device, checkpoints=start.checkpoints, events=start.events, compiles=compiles,
         recorder=None if options.compile == "off" else recorder_of(device),
         peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
-        resume=start.resume_options(moved=False, has_weights=False), own_figures=own_figures, incarnation=incarnation,
-        shelves=contents.shelves,
+        own_figures=own_figures, incarnation=incarnation, shelves=contents.shelves,
     )  # fmt: skip
 
 
@@ -247,10 +236,7 @@ async def options_of(
     for block, options in blocks.items():
         weights = await contents.initial_weights(block, resumes=resumes)
         prefix = f"stage {block}: " if len(blocks) > 1 or start.options.rebalance_seconds > 0 else ""
-        own[block] = dataclasses.replace(
-            options, prefix=prefix, weights=weights,
-            resume=start.resume_options(moved=moved, has_weights=weights is not None),
-        )  # fmt: skip
+        own[block] = dataclasses.replace(options, prefix=prefix, weights=weights, moves=moved)
     return own
 
 

@@ -15,7 +15,6 @@ import torch
 from peers.shared.network import Membership
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
-from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
@@ -111,9 +110,7 @@ async def running(
     member = Membership.enter(config, MemoryStore(clock), identity, clock, insecure=False)
     options = ServerOptions(
         given=PeerOptions(preset="tiny", name="host", max_in_flight=max_in_flight, graph_memory_mib=256),
-        device=torch.device("cpu"),
-        resume=ResumeOptions(folder=None, round_number=None, joins=False, had_checkpoints=False), checkpoints=None,
-        events=Events(),
+        device=torch.device("cpu"), checkpoints=None, events=Events(),
     )  # fmt: skip
     channels = ChannelPool(identity=honest)
     hop = Hop(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from peers.stage_peer.resume import ResumeOptions
 from swarm.audit.audit import audit
 from swarm.config import RoundsConfig, StagesConfig
 from swarm.types import Block
@@ -45,7 +44,7 @@ async def test_a_path_that_lost_its_peers_stands_still_and_the_other_goes_on(
         await eventually(lambda: min(round_of(block) for block in CONFIG.blocks_of(0)) >= lost_at + WITHOUT)
         assert "path 1 stands still: " in caplog.text
         assert not training.done()
-        swarm.resume = ResumeOptions(starts_over=True)
+        swarm.start_over = True
         await swarm.start(2, path=1)
         back_at = round_of(Block(2, 1))
         await eventually(lambda: round_of(Block(2, 1)) > back_at + 1)

@@ -19,7 +19,6 @@ from peers.shared.event_file import start_of
 from peers.shared.network import KnownPeers, Membership
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
-from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
 from swarm.config import DataConfig, RunConfig
@@ -73,11 +72,13 @@ class WholePeer:
 
 @dataclass(eq=False)
 class WholeSwarm:
-    """Peers and trainers of one run. `folder` takes their event logs; `tokens` gives a microbatch's, by its index."""
+    """Peers and trainers of one run. `folder` takes their event logs; `tokens` gives a microbatch's, by its index.
+    `resume` and `start_over` are options of the peers that start from then on."""
 
     config: RunConfig
     folder: Path
-    resume: ResumeOptions = field(default_factory=ResumeOptions)
+    resume: Path | None = None
+    start_over: bool = False
     tokens: Callable[[RunConfig, int], torch.Tensor] = tokens
     peers: list[WholePeer] = field(default_factory=list)
     token: Token | None = None
@@ -113,8 +114,10 @@ class WholeSwarm:
         peer.log.write(start_of(config, peer_id=own.peer_id, name="", stage=peer.stage))
         member = Membership.enter(config, self.store, own, CLOCK, insecure=self.token is None)
         options = ServerOptions(
-            given=PeerOptions(preset="tiny", graph_memory_mib=1024), device=torch.device("cpu"),
-            resume=self.resume, checkpoints=None, events=peer.log,
+            given=PeerOptions(
+                preset="tiny", graph_memory_mib=1024, resume=self.resume, start_over=self.start_over
+            ),
+            device=torch.device("cpu"), checkpoints=None, events=peer.log,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             await member.known.look(member.directory, blocks)
@@ -221,11 +224,11 @@ class _Data:
 
 @asynccontextmanager
 async def whole_swarm(
-    config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: ResumeOptions | None = None,
+    config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: Path | None = None,
     tokens: Callable[[RunConfig, int], torch.Tensor] = tokens, token: Token | None = None,
 ) -> AsyncIterator[WholeSwarm]:  # fmt: skip
     """A swarm with these numbers of peers at its stages. All of them end with the block."""
-    swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions(), tokens=tokens, token=token)
+    swarm = WholeSwarm(config, folder, resume=resume, tokens=tokens, token=token)
     try:
         for stage, count in enumerate(num_peers):
             for _ in range(count):

@@ -17,7 +17,6 @@ from peers.stage_peer.mover import Mover
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Claim, Rebalancer
-from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
 from swarm.checkpoint import file
@@ -158,22 +157,22 @@ class LocalPeer:
         return {block: await self._options(block, moved=moved) for block in blocks}
 
     async def _options(self, block: Block, *, moved: bool) -> ServerOptions:
-        weights, options = None, self._server_options(moved=moved)
+        weights = None
         if self._contents is not None:
             weights = await self._contents.initial_weights(block, resumes=bool(file.names(self._resume)))
-        resume = dataclasses.replace(options.resume, has_weights=weights is not None)
-        return dataclasses.replace(options, weights=weights, resume=resume)
+        return dataclasses.replace(self._server_options(), weights=weights, moves=moved)
 
-    def _server_options(self, *, moved: bool) -> ServerOptions:
+    def _server_options(self) -> ServerOptions:
         return ServerOptions(
-            given=PeerOptions(preset="tiny", stage="auto", name="local", max_in_flight=4, graph_memory_mib=1),
-            device=torch.device("cpu"),
-            resume=ResumeOptions(folder=self._resume, joins=moved, moves=moved), checkpoints=self.writer,
-            events=self.log, shelves=Shelves() if self._contents is None else self._contents.shelves,
+            given=PeerOptions(
+                preset="tiny", stage="auto", name="local", max_in_flight=4, graph_memory_mib=1, resume=self._resume
+            ),
+            device=torch.device("cpu"), checkpoints=self.writer, events=self.log,
+            shelves=Shelves() if self._contents is None else self._contents.shelves,
         )  # fmt: skip
 
     def make_server(self, tasks: asyncio.TaskGroup) -> PeerServer:
-        self.whole = PeerServer(self._membership, [self._server_options(moved=False)], tasks)
+        self.whole = PeerServer(self._membership, [self._server_options()], tasks)
         self.tasks = tasks
         return self.whole
 

@@ -10,7 +10,6 @@ import torch
 from peers.shared import needs
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions, own_backends
-from peers.stage_peer.resume import ResumeOptions
 from swarm.config import RoundsConfig, RunConfig, Timeline
 from swarm.errors import Fatal
 from swarm.events import Events
@@ -31,7 +30,7 @@ def _backend(
 ) -> StageBackend:  # fmt: skip
     options = ServerOptions(
         given=PeerOptions(preset="tiny", graph_memory_mib=graph_memory_mib, **given), device=torch.device("cpu"),
-        resume=ResumeOptions(), checkpoints=None, events=Events(), compiles=compiles, recorder=recorder,
+        checkpoints=None, events=Events(), compiles=compiles, recorder=recorder,
     )  # fmt: skip
     block = Block(stage, variant)
     return own_backends(Timeline(config), {block: options}, {options.device: Staging()})[block]

@@ -285,8 +285,7 @@ async def test_another_optimizer_begins_without_the_memory_of_the_one_before(
     }
     (tmp_path / "checkpoints").mkdir()
     write_cut(tmp_path / "checkpoints", configs[before], 3)
-    resume = ResumeOptions(folder=tmp_path / "checkpoints")
-    async with whole_swarm(configs[now], tmp_path / "logs", num_peers=(), resume=resume) as swarm:
+    async with whole_swarm(configs[now], tmp_path / "logs", num_peers=(), resume=tmp_path / "checkpoints") as swarm:
         peer = await swarm.start(0)
         assert peer.server is not None
         state = (await peer.server.member.snapshot()).tensors
@@ -329,8 +328,7 @@ async def test_a_run_that_was_begun_alone_goes_on_as_diloco_with_friends(
                 lineage=snapshot.lineage, highest_microbatch=highest, state_digest=snapshot.digest,
             )  # fmt: skip
             file.write(folder, header, snapshot.tensors, owner="test")
-    resume = ResumeOptions(folder=folder)
-    async with whole_swarm(together, tmp_path / "logs", num_peers=(1, 1), resume=resume, tokens=_counting) as swarm:
+    async with whole_swarm(together, tmp_path / "logs", num_peers=(1, 1), resume=folder, tokens=_counting) as swarm:
         for number, peer in enumerate(swarm.peers):
             assert peer.server is not None
             weights, member = peer.server.stage.context.backend.weights, peer.server.member
@@ -369,8 +367,7 @@ async def test_amendments_are_kept_by_a_run_that_goes_on_and_count_in_no_other(
     path = file.write(tmp_path / "checkpoints", header, weights.state_tensors(), owner="test")
     assert file.read_header(path, before) == header
     now = before if is_the_same_run else dataclasses.replace(before, owner=locked.STRANGER.authority.fingerprint)
-    resume = ResumeOptions(folder=tmp_path / "checkpoints")
-    async with whole_swarm(now, tmp_path / "logs", num_peers=(), resume=resume) as swarm:
+    async with whole_swarm(now, tmp_path / "logs", num_peers=(), resume=tmp_path / "checkpoints") as swarm:
         peer = await swarm.start(0)
         assert peer.server is not None
         weights = peer.server.stage.context.backend.weights
