@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -231,14 +231,11 @@ class Presence:
 
 
 class _Look(NamedTuple):
-    """The sums since the first look, in seconds and operations."""
+    """The sums since the first look. `seconds` says on what they were spent, by the names of TimeShares."""
 
     at: float
     busy: float
-    computing: float = 0.0
-    input: float = 0.0
-    room: float = 0.0
-    averaging: float = 0.0
+    seconds: Mapping[str, float]
     flops: float = 0.0
     num_tasks: int = 0
 
@@ -257,8 +254,9 @@ class TimeWatch:
         self._peak_flops = peak_flops
         backend = stage.context.backend
         self._forward_flops, self._backward_flops = microbatch_flops(backend.config, stage.number, backend.module)
+        nothing = dict.fromkeys(("computing", "waiting_for_input", "waiting_for_room", "averaging"), 0.0)
         self._looks = deque(
-            [_Look(clock.monotonic(), stage.context.runtime.busy_seconds)],
+            [_Look(clock.monotonic(), stage.context.runtime.busy_seconds, nothing)],
             maxlen=1 + int(KEPT_SECONDS / SHARES_LOOK_SECONDS),
         )
 
@@ -272,22 +270,12 @@ class TimeWatch:
         now."""
         last, now, counters = self._looks[-1], self._clock.monotonic(), self._stage.counters
         busy, elapsed = self._stage.context.runtime.busy_seconds, now - last.at
-        computing = min(max(0.0, busy - last.busy), elapsed)
-        idle = elapsed - computing
-        averages = self._stage.stands_still
-        finds_no_room = not averages and self._stage.context.is_held_up
-        self._looks.append(
-            _Look(
-                at=now,
-                busy=busy,
-                computing=last.computing + computing,
-                input=last.input + (0.0 if averages or finds_no_room else idle),
-                room=last.room + (idle if finds_no_room else 0.0),
-                averaging=last.averaging + (idle if averages else 0.0),
-                flops=counters["forwards"] * self._forward_flops + counters["backwards"] * self._backward_flops,
-                num_tasks=counters["forwards"] + counters["backwards"],
-            )
-        )
+        computing, seconds = min(max(0.0, busy - last.busy), elapsed), dict(last.seconds)
+        seconds["computing"] += computing
+        waits = "waiting_for_room" if self._stage.context.is_held_up else "waiting_for_input"
+        seconds["averaging" if self._stage.stands_still else waits] += elapsed - computing
+        flops = counters["forwards"] * self._forward_flops + counters["backwards"] * self._backward_flops
+        self._looks.append(_Look(now, busy, seconds, flops, num_tasks=counters["forwards"] + counters["backwards"]))
 
     @property
     def shares(self) -> pb.TimeShares:
@@ -298,10 +286,7 @@ class TimeWatch:
             return pb.TimeShares()
         flops_per_second = (last.flops - first.flops) / seconds
         return pb.TimeShares(
-            computing=(last.computing - first.computing) / seconds,
-            waiting_for_input=(last.input - first.input) / seconds,
-            waiting_for_room=(last.room - first.room) / seconds,
-            averaging=(last.averaging - first.averaging) / seconds,
+            **{name: (spent - first.seconds[name]) / seconds for name, spent in last.seconds.items()},
             flops_per_second=flops_per_second,
             utilisation=flops_per_second / self._peak_flops if self._peak_flops else 0.0,
         )
