@@ -9,14 +9,14 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Never, Protocol
+from typing import Any, Never
 
 from peers.dashboard.history import History, Line
-from peers.status.contributions import Tallies
 from peers.status.figure import Column, figures, needed_columns
+from peers.status.lookout import Lookout
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, SwarmView, TrainerRow
-from swarm.config import RunConfig, Timeline
+from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
 from swarm.machine.words import counted
@@ -101,29 +101,15 @@ SECONDS_PER_PEER = 0.01
 """The time between two views is at least this times the number of peers, because each peer that is asked costs work."""
 
 
-class Place(Protocol):
-    timeline: Timeline
-    joining: Joining
-
-    async def view(self) -> SwarmView:
-        """Take a view of the run now. Raises SwarmError."""
-
-    async def tallies(self) -> Tallies:
-        """Ask for what each peer has given since the run began. Raises SwarmError."""
-
-    async def hear_amendments(self) -> None:
-        """Take in the run's amendments. Raises SwarmError."""
-
-
 class Watcher:
-    def __init__(self, place: Place, history: History, *, clock: Clock, interval_seconds: float) -> None:
+    def __init__(self, lookout: Lookout, history: History, *, clock: Clock, interval_seconds: float) -> None:
         self.history = history
-        self._place = place
+        self._lookout = lookout
         self._clock = clock
         self._interval_seconds = interval_seconds
         self._seen: SwarmView | None = None
         self._tallied_at = -math.inf
-        config = place.timeline.config
+        config = lookout.timeline.config
         self._state: dict[str, Any] = about(config) | sizes(config)
         self._state |= {"fault": "", "interval_seconds": interval_seconds}
 
@@ -150,7 +136,7 @@ class Watcher:
 
     async def look(self) -> None:
         try:
-            view = await self._place.view()
+            view = await self._lookout.view()
         except SwarmError as error:
             self._failed(str(error))
             return
@@ -160,19 +146,19 @@ class Watcher:
         figures = self.history.add(self._seen, view, at)
         await self._ask_seldom()
         self._seen = view
-        self._state = self._state | sizes(self._place.timeline.at(view.round)) | present(view, self.history) | {
+        self._state = self._state | sizes(self._lookout.timeline.at(view.round)) | present(view, self.history) | {
             "at": at,
             "figures_now": figures,
             "fault": "",
-            "join": how_to_join(self._place.joining),
+            "join": how_to_join(self._lookout.joining),
         }  # fmt: skip
 
     async def _ask_seldom(self) -> None:
         if (now := self._clock.monotonic()) - self._tallied_at >= TALLY_SECONDS:
             self._tallied_at = now
             with contextlib.suppress(SwarmError):
-                self.history.contributions.take(await self._place.tallies())
-                await self._place.hear_amendments()
+                self.history.contributions.take(await self._lookout.tallies())
+                await self._lookout.hear_amendments()
 
     def _failed(self, reason: str) -> None:
         if not self._state["fault"]:

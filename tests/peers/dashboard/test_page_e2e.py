@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from peers.dashboard.history import History
 from peers.dashboard.watcher import Watcher
 from peers.shared.web import Listener
 from peers.status.contributions import Tallies
+from peers.status.lookout import Lookout
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, SwarmView
 from swarm import config as configs
@@ -37,7 +38,8 @@ class _Shown:
         self.timeline = Timeline(CONFIG)
         self.joining = Joining(peer="swarm-peer swarm://1abc")
         self.seen = view()
-        self.watcher = Watcher(self, History(run=CONFIG.run_id), clock=SystemClock(), interval_seconds=2.0)
+        lookout, history = cast(Lookout, self), History(run=CONFIG.run_id)
+        self.watcher = Watcher(lookout, history, clock=SystemClock(), interval_seconds=2.0)
         self.is_over = asyncio.Event()
         self.serving: asyncio.Task[None] | None = None
         self.hub = Hub(lambda: {CONFIG.run_id: self.watcher.series})

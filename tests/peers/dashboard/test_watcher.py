@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from typing import cast
 
 import pytest
 
 from peers.dashboard.history import History
 from peers.dashboard.watcher import Watcher
 from peers.status.contributions import Tallies
+from peers.status.lookout import Lookout
 from peers.status.view import Joining, SwarmView
 from swarm import config as configs
 from swarm.config import Timeline
@@ -47,7 +49,7 @@ class _Place:
 
 def _watcher(place: _Place, interval_seconds: float = 2.0) -> Watcher:
     history, clock = History(run=CONFIG.run_id), virtual_time.LoopClock()
-    return Watcher(place, history, clock=clock, interval_seconds=interval_seconds)
+    return Watcher(cast(Lookout, place), history, clock=clock, interval_seconds=interval_seconds)
 
 
 async def test_the_page_has_what_status_has_of_everybody() -> None:
