@@ -114,8 +114,7 @@ class NatPmp:
         return socket.inet_ntoa(reply[8:12])
 
     def end(self, port: int, outer_port: int) -> None:
-        with contextlib.suppress(ValueError):
-            self.forward(port, 0, 0)
+        self.forward(port, 0, 0)
 
 
 def _granted(reply: bytes, port: int) -> int:

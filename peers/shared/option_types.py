@@ -25,17 +25,14 @@ _LONGEST_SHOWN = 60
 """Characters of a wrong word that its complaint shows."""
 
 
-def whole(least: int = -(2**63), most: int = 2**63 - 1, *, or_word: str = "") -> PrimitiveConstructorSpec[Any]:
+def whole(least: int = -(2**63), most: int = 2**63 - 1) -> PrimitiveConstructorSpec[Any]:
     bounds = " of 64 bits" if least == -(2**63) else f" from {least:,} to {most:,}"
 
-    def read(word: str) -> int | str | None:
-        if or_word and word == or_word:
-            return word
+    def read(word: str) -> int | None:
         value = int(word)
         return value if least <= value <= most else None
 
-    metavar = f"INT|{{{or_word}}}" if or_word else "INT"
-    return taking(f"a whole number{bounds}{f', or {or_word}' if or_word else ''}", metavar, read)
+    return taking(f"a whole number{bounds}", "INT", read)
 
 
 def number(

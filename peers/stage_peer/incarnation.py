@@ -81,8 +81,7 @@ class Rivals:
         rival = await self._ask(records, caller)
         if rival is None:
             logger.info("the process that served under this identity before does not answer: asking others about it")
-            others = [record for stage in sorted(self._known.records) for record in self._known.others(stage)]
-            rival = await self._ask(others[:NUM_ASKED], caller)
+            rival = await self._ask(self._known.everyone()[:NUM_ASKED], caller)
         if rival is not None:
             since = datetime.datetime.fromtimestamp(min(max(0.0, rival.started_at), LATEST_TIME), datetime.UTC)
             raise Fatal(
@@ -135,14 +134,16 @@ class Rivals:
 
     @property
     def _is_announced(self) -> bool:
-        announced = (record for stage in self._known.records for record in self._known.peers(stage))
         own = (self._identity.peer_id, self._own.nonce)
-        return any((record.peer_id, record.nonce) == own for record in announced)
+        return any((record.peer_id, record.nonce) == own for record in self._announced)
 
     def _announced_by_others(self, peer_id: str, nonce: str) -> list[PeerRecord]:
         """The records under an id that were announced by processes with another nonce than this one."""
-        announced = [record for stage in self._known.records for record in self._known.peers(stage)]
-        return [record for record in announced if record.peer_id == peer_id and record.nonce not in ("", nonce)]
+        return [one for one in self._announced if one.peer_id == peer_id and one.nonce not in ("", nonce)]
+
+    @property
+    def _announced(self) -> list[PeerRecord]:
+        return [record for row in self._known.records.values() for record in row]
 
     async def _ask(self, records: Sequence[PeerRecord], caller: pb.Incarnation) -> pb.Incarnation | None:
         """The caller's rival, as one of these peers names it. The signature is checked only if this peer is the caller,

@@ -167,7 +167,7 @@ def _no_room(blocks: Collection[Block], device: torch.device, asked: str) -> str
 
 async def warm_up(
     backend: StageBackend, runtime: Runtime, clock: Clock, *, device: torch.device, compiles: bool,
-    texts: Callable[[], None] = lambda: None,
+    texts: Callable[[], None],
 ) -> None:  # fmt: skip
     """Compile and record what is to be, and have a GPU choose its kernels, before others count on this peer.
 
