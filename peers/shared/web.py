@@ -44,11 +44,9 @@ class Listener:
         """Answer requests until `stop` is set. Answers under way then have a few seconds."""
         server = _Uvicorn(_config(app, with_websockets=with_websockets))
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(server.serve(sockets=[self._socket]))
-            stopping = tasks.create_task(stop.wait())
-            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-            server.end()
-            stopping.cancel()
+            ending = tasks.create_task(server.end_after(stop))
+            await server.serve(sockets=[self._socket])
+            ending.cancel()
 
     def close(self) -> None:
         self._socket.close()
@@ -106,8 +104,9 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def end(self) -> None:
-        """Take no more requests, and end once all present requests have been answered or time is up."""
+    async def end_after(self, stop: asyncio.Event) -> None:
+        """Once `stop` is set, take no more requests, and end when all present ones have been answered or time is up."""
+        await stop.wait()
         self.should_exit = True
 
 

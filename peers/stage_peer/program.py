@@ -182,10 +182,10 @@ async def run(start: Start) -> None:
     """Join, serve and leave. Raises what `serve` and `exporting` raise, and Fatal if the last checkpoint was not
     written."""
     own_figures, options = OwnFigures(), start.options
-    behind, front = start.listen.behind_front, contextlib.AsyncExitStack()
+    front: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+    if start.listen.behind_front is not None:
+        front = Front(*start.listen.behind_front).listening(options.host, options.port)
     async with exporting(own_figures, "swarm_peer", host=options.metrics_host, port=options.metrics_port), front:
-        if behind is not None:
-            await front.enter_async_context(Front(*behind).listening(options.host, options.port))
         await serve(start, own_figures)
     if start.checkpoints is not None and start.checkpoints.fault:
         raise Fatal(f"this peer has left, and its last checkpoint is missing: {start.checkpoints.fault}")
