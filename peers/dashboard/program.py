@@ -118,16 +118,9 @@ async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listene
             def publish() -> None:
                 hub.publish({"runs": {one.run_id: one.watcher.state for one in runs}})
 
-            async with asyncio.TaskGroup() as tasks:
-                background: list[asyncio.Task[None]] = [
-                    *(tasks.create_task(one.watcher.watch(publish)) for one in runs),
-                    tasks.create_task(keep(runs)),
-                ]
-                if options.embed:
-                    background.append(tasks.create_task(stop_after_stdin(stop)))
+            ending = [stop_after_stdin(stop)] if options.embed else []
+            async with stopping.beside(*(one.watcher.watch(publish) for one in runs), keep(runs), *ending):
                 await listener.serve(page, stop, with_websockets=True)
-                for task in background:
-                    task.cancel()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from peers.shared import process
@@ -96,6 +96,17 @@ async def before(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Re
         working.cancel()
         stopping.cancel()
         await asyncio.wait([working, stopping])
+
+
+@contextlib.asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Do these works while the block runs, and cancel them when it ends. An error of one of them ends the block and the
+    others, and is raised in a group."""
+    async with asyncio.TaskGroup() as tasks:
+        background = [tasks.create_task(work) for work in works]
+        yield
+        for task in background:
+            task.cancel()
 
 
 async def stop_or_expiry(stop: asyncio.Event, identity: "Identity", clock: "Clock") -> None:

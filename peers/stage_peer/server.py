@@ -15,6 +15,7 @@ from functools import partial
 import grpc
 
 from peers.reach.listen import Announced, Listening
+from peers.shared import stopping
 from peers.shared.network import Membership
 from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions, own_backends
@@ -170,19 +171,16 @@ class PeerServer:
         dispatch = Dispatch(guard.require_right)
         credentials = None if self._membership.channels.is_insecure else tls.server_credentials(identity)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
-        async with listen.held(), asyncio.TaskGroup() as tasks:
+        async with listen.held(), stopping.beside(process.loop_lag.run(), process.follow_amendments()):
             process.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
             turns = Turns(clock, is_training=process.is_busy)
             server.add_generic_rpc_handlers((dispatch,))
             add_services_of(process, self._membership, self._options, turns, server)
-            background = [tasks.create_task(work) for work in (process.loop_lag.run(), process.follow_amendments())]
             await process.tell_health()
             try:
                 await start_server(server)
                 yield dispatch, turns
             finally:
-                for task in background:
-                    task.cancel()
                 self._options.own_figures.follow()
                 for block in self.blocks.values():
                     block.stage.end()

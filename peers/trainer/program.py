@@ -229,26 +229,16 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
     known, directory, clock = member.known, member.directory, member.clock
     stop = stopping.stop_event()
     announcement = Announcement(directory, "this trainer", lambda: record_of(member, session, name), clock)
-    async with asyncio.TaskGroup() as tasks:
-        background = [
-            tasks.create_task(
-                directory.watch(
-                    member.blocks,
-                    known.update,
-                    REFRESH_SECONDS,
-                    under_way=lambda block: 0 if block.stage else session.loop.num_in_flight,
-                )
-            ),
-            tasks.create_task(announcement.keep()),
-            tasks.create_task(member.waits.run(clock)),
-            tasks.create_task(member.follow_amendments()),
-            tasks.create_task(open_later_texts(member, session.texts, session.watcher)),
-            *(tasks.create_task(hop.run()) for hop in session.hops.values()),
-        ]
+    watching = directory.watch(
+        member.blocks, known.update, REFRESH_SECONDS,
+        under_way=lambda block: 0 if block.stage else session.loop.num_in_flight,
+    )  # fmt: skip
+    async with stopping.beside(
+        watching, announcement.keep(), member.waits.run(clock), member.follow_amendments(),
+        open_later_texts(member, session.texts, session.watcher), *(hop.run() for hop in session.hops.values()),
+    ):  # fmt: skip
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
         await stopping.before(stopping.stop_or_expiry(stop, member.identity, clock), work)
-        for task in background:
-            task.cancel()
     return stop.exit_code if stop.is_set() else 0
 
 

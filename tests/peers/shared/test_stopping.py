@@ -73,6 +73,28 @@ def test_second_ctrl_c_exits_at_once() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == 130
 
 
+async def test_what_is_done_beside_a_block_ends_with_it_and_ends_it_with_an_error() -> None:
+    ended = list[str]()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    async def fail() -> None:
+        raise PeerUnavailable("gone")
+
+    async with stopping.beside(wait()):
+        await asyncio.sleep(0)
+    assert ended == ["work"]
+    with pytest.raises(ExceptionGroup) as raised:
+        async with stopping.beside(wait(), fail()):
+            await asyncio.Event().wait()
+    assert list(map(str, stopping.leaves(raised.value))) == ["gone"]
+    assert ended == ["work", "work"]
+
+
 # -- exit codes --------------------------------------------------------------------------------------------------------
 
 
