@@ -77,8 +77,9 @@ class DoctorOptions(KeepingOptions):
         if self.plans:
             for name in _OF_A_RUN:
                 if getattr(self, name) != getattr(type(self), name):
-                    option = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"{option} belongs to a run that is there, not to --model, --preset or --config")
+                    raise ValueError(
+                        f"{takes.as_typed(name)} belongs to a run that is there, not to --model, --preset or --config"
+                    )
 
     @property
     def plans(self) -> bool:

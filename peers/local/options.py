@@ -69,6 +69,6 @@ class LocalOptions(CheckpointOptions, TextOptions, ReportingOptions):
         for name in ("kill_at", "join_at"):
             step = getattr(self, name)
             if step is not None and step >= self.steps:
-                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and {self.steps - 1}, not {step}")
+                raise ValueError(f"{takes.as_typed(name)} must be between 0 and {self.steps - 1}, not {step}")
         if self.kill_at is not None and self.peers_per_stage < 2:
             raise ValueError("--kill-at needs --peers-per-stage 2 or more: a stage without a peer stops the run")

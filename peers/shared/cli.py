@@ -119,7 +119,7 @@ def _explained_briefly(field: StructFieldSpec, limits: Mapping[str, float] | Non
     if limits is not None:
         field_type = Annotated[field_type, option_types.within(field_type, **limits)]
     is_positional = _marks(tyro.conf.Positional[str]) <= _marks(field.type)
-    field_type = option_types.named(field_type, "" if is_positional else f"--{field.name.replace('_', '-')}")
+    field_type = option_types.named(field_type, "" if is_positional else option_types.as_typed(field.name))
     # For a repeated option, --help says "repeatable" where the default would be, so the hint stays.
     if field.default in (None, "", ()) and not _is_repeated(field_type):
         field_type = Annotated[field_type, tyro.conf.arg(help_behavior_hint="")]
@@ -131,7 +131,7 @@ def arguments(options: Any) -> list[str]:
     places: list[str] = []
     words: list[str] = []
     for field in dataclasses.fields(options):
-        value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        value, option = getattr(options, field.name), option_types.as_typed(field.name)
         if value == field.default:
             continue
         if isinstance(value, bool):
@@ -189,4 +189,4 @@ def _one_line(box: str, options: type[object]) -> str:
 def _names(options: type[object]) -> Iterator[str]:
     for name, annotation in get_type_hints(options).items():
         is_section = dataclasses.is_dataclass(annotation)
-        yield from _names(annotation) if is_section else [f"--{name.replace('_', '-')}"]
+        yield from _names(annotation) if is_section else [option_types.as_typed(name)]

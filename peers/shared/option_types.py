@@ -201,6 +201,11 @@ Name = Annotated[str, taking("a name without control characters", "STR", _name)]
 Text = Annotated[str, taking("text", "STR", _text)]
 
 
+def as_typed(name: str) -> str:
+    """The option of a field of this name, as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
 def require_one(given: Mapping[str, bool]) -> None:
     """Raise ValueError unless just one of several ways, which have names, is given."""
     names, chosen = list(given), [name for name, is_given in given.items() if is_given]
@@ -227,7 +232,7 @@ def require_distinct_ports(options: object, names: Iterable[str]) -> None:
     """Raise ValueError, which names both options, for a port that two of them name. None and 0 (any) are accepted."""
     taken = dict[int, str]()
     for name in names:
-        value, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        value, option = getattr(options, name), as_typed(name)
         if value and taken.setdefault(value, option) != option:
             raise ValueError(f"{taken[value]} and {option} cannot both be {value}")
 

@@ -152,8 +152,7 @@ class CheckpointOptions(KeepingOptions):
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoint is None:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
+                raise ValueError(f"{takes.as_typed(name)} needs --checkpoint DIR: without it nothing is written")
 
     @property
     def keeping(self) -> Keeping:
@@ -226,9 +225,7 @@ def naming_options(options: object) -> Iterator[None]:
     """In each ValueError and CorpusMismatch that the block raises, replace the fields in FIELDS by the options that set
     them, if these are given."""
     given = {
-        field: f"--{name.replace('_', '-')}"
-        for name, field in FIELDS.items()
-        if getattr(options, name, None) not in (None, ())
+        field: takes.as_typed(name) for name, field in FIELDS.items() if getattr(options, name, None) not in (None, ())
     }
     try:
         yield
