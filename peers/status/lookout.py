@@ -74,24 +74,21 @@ def with_moves(
     """Mark each peer that moves. It is listed at the blocks that it leaves until it has left them, and then at its new
     blocks. A peer that has announced that it leaves, and no longer answers, has left; it is not shown as
     unreachable."""
-    records = [record for row in announced.values() for record in row]
-    leaving = {(record.peer_id, record.block) for record in records if record.state is PeerState.LEAVING}
-    serving = {(record.peer_id, record.block) for record in records if record.state is PeerState.SERVING}
+    states = {(record.peer_id, record.block): record.state for row in announced.values() for record in row}
+    serving = {place for place, state in states.items() if state is PeerState.SERVING}
     serving_ids = {peer_id for peer_id, _ in serving}
-    confirmed = [claim for claim in claims if claim.state is ClaimState.CONFIRMED]
     under_way = {
         claim.peer_id: claim
-        for claim in confirmed
-        if any((claim.peer_id, block) not in serving for block in claim.span)
+        for claim in claims
+        if claim.state is ClaimState.CONFIRMED and any((claim.peer_id, block) not in serving for block in claim.span)
     }
     shown: dict[Block, list[PeerRow]] = {row.block: [] for row in rows}
     leaves = set[str]()
     for row in rows:
         for peer in row.peers:
-            has_left = peer.state == "unreachable" and (peer.peer_id, row.block) in leaving
-            if has_left and (peer.peer_id in under_way or peer.peer_id in serving_ids):
-                continue
-            if has_left:
+            if peer.state == "unreachable" and states.get((peer.peer_id, row.block)) is PeerState.LEAVING:
+                if peer.peer_id in under_way or peer.peer_id in serving_ids:
+                    continue
                 peer = dataclasses.replace(peer, state="leaving")
             claim = under_way.get(peer.peer_id)
             if claim is not None and row.block in claim.from_span and row.block not in claim.span:
