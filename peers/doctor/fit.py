@@ -24,7 +24,7 @@ from peers.shared.devices import Device
 from peers.shared.needs import Needs
 from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.room import Room, written
-from peers.shared.run_options import begun
+from peers.shared.run_options import begun, named_config
 from swarm import config as configs
 from swarm.config import RunConfig, StagesConfig, WireConfig
 from swarm.data import hub, tokenizer_files
@@ -64,14 +64,15 @@ class StageFit:
 def planned(options: DoctorOptions) -> RunConfig:
     """The configuration of the run that the options name. Sizes that it leaves out fit its text, or plenty of text if
     none is named. Raises ValueError, PeerUnavailable."""
-    has_text = any(setting.startswith("data.dataset=") for setting in options.set)
+    of_model: RunConfig | None = None
+    has_text = options.model is None or any(setting.startswith("data.dataset=") for setting in options.set)
     if options.model is not None:
         folder = Path(options.model).expanduser()
         if not folder.is_dir():
             tokenizer = tokenizer_files.FILES if has_text else ()
             folder = hub.download(options.model, ("config.json", "generation_config.json", *tokenizer))
         if (folder / run_folder.CONFIG).is_file():
-            config, has_text = run_folder.load_config(folder), True
+            of_model, has_text = run_folder.load_config(folder), True
         else:
             _, model = read_config(folder / "config.json")
             # The run begins with the model's weights, which decides the optimizer. They are not read for that.
@@ -79,17 +80,13 @@ def planned(options: DoctorOptions) -> RunConfig:
             data = run_folder.OPEN_DATA
             if (folder / tokenizer_files.TOKENIZER).is_file():
                 data = dataclasses.replace(data, tokenizer=str(folder))
-            config = RunConfig(
+            of_model = RunConfig(
                 model=model, stages=StagesConfig(num_stages=min(2, model.num_layers)), wire=WireConfig(dtype="auto"),
                 data=data, rounds=run_folder.OPEN_ROUNDS,
             )  # fmt: skip
-    else:
-        has_text = True
-        config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
-    config = configs.with_settings(config, options.set)
-    settings = _in_stages(config, options.stages) if options.stages is not None else []
-    settings += [f"lora.rank={options.lora_rank}"] if options.lora_rank is not None else []
-    config = configs.with_settings(config, settings)
+    config = named_config(options, of_model, preset=options.preset)
+    if options.lora_rank is not None:
+        config = configs.with_settings(config, [f"lora.rank={options.lora_rank}"])
     if config.model.custom_class:
         raise ValueError("what a model.custom_class takes is measured of a run that is there: give its INVITE")
     return begun(config, None, cache_folder()) if has_text else config.begun()

@@ -195,7 +195,7 @@ def named_config(options: Any, of_model: "RunConfig | None" = None, *, preset: s
     from swarm import config as configs
 
     config = configs.load(options.config) if options.config else of_model or configs.load_preset(preset or "")
-    named = {name: getattr(options, name) for name in ("dataset", "validation", "tokenizer", "max_tokens")}
+    named = {name: getattr(options, name, None) for name in ("dataset", "validation", "tokenizer", "max_tokens")}
     given: dict[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
     # --set data.format=chat is checked against the dataset, so that comes first.
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **given))

@@ -257,9 +257,6 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         arrival.serves(blocks, announced)
         page.begin()
 
-    def make_server(tasks: asyncio.TaskGroup) -> PeerServer:
-        return PeerServer(member, everywhere, tasks)
-
     async def make_options(blocks: Sequence[Block], moved: bool) -> dict[Block, ServerOptions]:
         on = (everywhere[number] for number in dealt(member.config, blocks, len(everywhere)))
         return await options_of(start, contents, dict(zip(blocks, on, strict=True)), moved=moved)
@@ -294,8 +291,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
         mover = Mover(
-            make_server=make_server, make_options=make_options, rebalancer=rebalancer, clock=clock, stop=stop,
-            on_serving=serves, listen=reach,
+            make_server=lambda tasks: PeerServer(member, everywhere, tasks), make_options=make_options,
+            rebalancer=rebalancer, listen=reach, clock=clock, stop=stop, on_serving=serves,
         )  # fmt: skip
         await mover.run(span)
         for task in background:
