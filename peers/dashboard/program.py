@@ -20,9 +20,10 @@ from peers.dashboard.history import HistoryFile
 from peers.dashboard.watcher import Watcher
 from peers.shared import cli, logs, stopping
 from peers.shared import option_types as takes
+from peers.shared.entrance import Entrance
 from peers.shared.process import cache_folder
 from peers.shared.sole_writer import require_sole_writer
-from peers.status.lookout import Lookout, Way, lookouts_on, ways_to
+from peers.status.lookout import Lookout, lookouts_on
 from peers.status.program import ViewOptions
 from swarm.machine import extras
 from swarm.machine.clock import SystemClock, run_loop
@@ -69,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
     is_locked = any(entrance.token is not None for entrance in entrances)
     listener, view_token = take_address(options, is_locked=is_locked)
     try:
-        with ways_to(entrances, all_runs=options.asks_the_dht) as ways:
-            run_loop(run(options, ways, listener, view_token))
+        run_loop(run(options, entrances, listener, view_token))
     finally:
         listener.close()
     return 0
@@ -102,12 +102,14 @@ class Watched(NamedTuple):
     file: HistoryFile
 
 
-async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listener", view_token: str | None) -> None:
+async def run(
+    options: DashboardOptions, entrances: Sequence[Entrance], listener: "Listener", view_token: str | None
+) -> None:
     """Find the runs, then look and serve until told to stop. Raises what lookouts_on raises."""
     from peers.dashboard.app import Hub, page_of
 
     say("looking for the run")
-    async with lookouts_on(ways) as lookouts:
+    async with lookouts_on(entrances, all_runs=options.asks_the_dht) as lookouts:
         with ExitStack() as stack:
             runs = [stack.enter_context(watched(options, lookout)) for lookout in lookouts]
             hub = Hub(lambda: {one.run_id: one.watcher.series for one in runs})

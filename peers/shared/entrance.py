@@ -155,11 +155,9 @@ def _invite(text: str) -> str:
 @asynccontextmanager
 async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]:
     """Be in a run inside the block, under a new identity. No peer is known yet when the block begins. Raises what
-    Entrance.dht_addresses, dht_node.start, agree_on_config and Membership.require_own_token raise."""
+    Entrance.dht_addresses, dht_node.as_client, agree_on_config and Membership.require_own_token raise."""
     addresses = await entrance.dht_addresses(clock)
-    # This blocks the loop for some seconds, but there is nothing else to do yet.
-    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
-    try:
+    async with dht_node.as_client(clock, addresses) as node:
         identity = admitted(generate(), entrance.token)
         config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
         member = Membership.enter(config, node, identity, clock, insecure=entrance.insecure)
@@ -168,5 +166,3 @@ async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]
             yield member
         finally:
             await member.channels.close()
-    finally:
-        node.shutdown()

@@ -7,11 +7,11 @@ It announces nothing and changes nothing. Through a peer it needs neither torch 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from peers.shared.entrance import Entrance
 from peers.shared.network import agree_on_config, entries_of
@@ -28,7 +28,7 @@ from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_runs
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError
-from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.clock import SystemClock
 from swarm.machine.waits import patiently
 from swarm.routing.poll import Poll
 from swarm.rpc.channels import ChannelPool
@@ -230,47 +230,23 @@ async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:
     return _what_came(seen, [lookout.config.run_id for lookout in lookouts])
 
 
-class Way(NamedTuple):
-    """The way to a run, or to all runs of a DHT.
-
-    Attributes:
-        node: this process's node of the DHT, a client; None if peers are asked instead.
-        all_runs: whether all runs that are announced in that DHT are shown.
-    """
-
-    entrance: Entrance
-    node: DhtNode | None
-    all_runs: bool
-
-
-@contextmanager
-def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[Way]]:
-    """Make a way for each entrance; inside the block, run nodes of the DHT where addresses or all runs need them. Enter
-    this block before the event loop starts, because it blocks the thread. Raises what dht_node.start and
-    Entrance.dht_addresses raise."""
-    clock, ways = SystemClock(), []
-    with ExitStack() as nodes:
-        for entrance in entrances:
-            node = None
-            if all_runs or not entrance.entries:
-                addresses = run_loop(entrance.dht_addresses(clock))
-                node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
-                nodes.callback(node.shutdown)
-            ways.append(Way(entrance, node, all_runs))
-        yield ways
-
-
 @asynccontextmanager
-async def lookouts_on(ways: Sequence[Way], *, asks_all: bool = False) -> AsyncIterator[list[Lookout]]:
-    """Open a lookout for each run that is found, for as long as the block runs. A run that is found in several ways
-    gets one. `asks_all` is as in Lookout.
+async def lookouts_on(
+    entrances: Sequence[Entrance], *, all_runs: bool = False, asks_all: bool = False
+) -> AsyncIterator[list[Lookout]]:
+    """Open a lookout for each run that is found, for as long as the block runs. A run that is found at several
+    entrances gets one. `all_runs`: also for all runs that are announced in the same DHT. `asks_all` is as in Lookout.
 
-    Raises what discover_config, PeerStore.get and agree_on_config raise, if no run is found.
+    Raises what Entrance.dht_addresses, dht_node.as_client, discover_config, PeerStore.get and agree_on_config raise, if
+    no run is found.
     """
     async with AsyncExitStack() as stack:
-        opened = [stack.enter_async_context(_lookouts_at(way, asks_all=asks_all)) for way in ways]
+        opened = [
+            stack.enter_async_context(_lookouts_at(entrance, all_runs=all_runs, asks_all=asks_all))
+            for entrance in entrances
+        ]
         found = await asyncio.gather(*opened, return_exceptions=True)
-        lookouts = _what_came(found, [way.entrance.where for way in ways])
+        lookouts = _what_came(found, [entrance.where for entrance in entrances])
         by_run: dict[str, Lookout] = {}
         for lookout in chain.from_iterable(lookouts):
             by_run.setdefault(lookout.config.run_id, lookout)
@@ -290,28 +266,29 @@ def _what_came(outcomes: Sequence[Outcome | BaseException], names: Sequence[str]
 
 
 @asynccontextmanager
-async def _lookouts_at(way: Way, *, asks_all: bool) -> AsyncIterator[list[Lookout]]:
-    entrance, clock, node = way.entrance, SystemClock(), way.node
-    if node is None:
+async def _lookouts_at(entrance: Entrance, *, all_runs: bool, asks_all: bool) -> AsyncIterator[list[Lookout]]:
+    clock = SystemClock()
+    if entrance.entries and not all_runs:
         async with entrance.asking(clock) as (member, store):
             yield [Lookout(member.config, member.directory, member.channels, store.learn, asks_all=asks_all)]
         return
     identity = admitted(generate(), entrance.token)
     channels = ChannelPool(insecure=entrance.insecure, identity=identity, clock=clock)
     try:
-        configs = await _configs(way, node, identity)
-        yield [
-            Lookout(one, Directory(node, identity, one.run_id, clock), channels, asks_all=asks_all) for one in configs
-        ]
+        async with dht_node.as_client(clock, await entrance.dht_addresses(clock)) as node:
+            yield [
+                Lookout(one, Directory(node, identity, one.run_id, clock), channels, asks_all=asks_all)
+                for one in await _configs(entrance, node, identity, all_runs=all_runs)
+            ]
     finally:
         await channels.close()
 
 
-async def _configs(way: Way, node: DhtNode, identity: Identity) -> list[RunConfig]:
+async def _configs(entrance: Entrance, node: DhtNode, identity: Identity, *, all_runs: bool) -> list[RunConfig]:
     """The configurations of the runs to show. From now on the node reads the records of these runs. A client stores
     nothing for others, so it may belong to several runs."""
-    entrance, clock, authority = way.entrance, SystemClock(), identity.authority
-    if not way.all_runs:
+    clock, authority = SystemClock(), identity.authority
+    if not all_runs:
         return [await agree_on_config(node, None, entrance.addresses, clock, authority)]
     found = await patiently(
         lambda: discover_runs(node, clock, address=entrance.where, authority=authority, run=entrance.run),

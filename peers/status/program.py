@@ -35,7 +35,7 @@ from peers.shared.process import EXIT_FAILURE
 from peers.shared.run_options import WayOptions
 from peers.status.contributions import Tallies, of_checkpoints, of_logs
 from peers.status.live_table import LiveTable, Screen, render
-from peers.status.lookout import Way, lookouts_on, views, ways_to
+from peers.status.lookout import lookouts_on, views
 from peers.status.view import SwarmView
 from swarm.audit.audit import Report, audit
 from swarm.errors import PeerUnavailable
@@ -178,9 +178,7 @@ def main(argv: Sequence[str]) -> int:
     if options.checkpoint:
         show_contributions(options, of_checkpoints(options.checkpoint))
         return 0
-    entrances = options.entrances(PROG, os.environ, SystemClock())
-    with ways_to(entrances, all_runs=options.asks_the_dht) as ways:
-        asyncio.run(look_from(options, ways))
+    asyncio.run(look_from(options, options.entrances(PROG, os.environ, SystemClock())))
     return 0
 
 
@@ -202,9 +200,9 @@ def show_contributions(options: StatusOptions, tallies: Tallies) -> None:
         Screen(soft_wrap=True).print(tallies.render())
 
 
-async def look_from(options: StatusOptions, ways: Sequence[Way]) -> None:
-    """Show the runs to which these ways lead. Raises what lookouts_on and views raise."""
-    async with lookouts_on(ways, asks_all=options.every_peer) as lookouts:
+async def look_from(options: StatusOptions, entrances: Sequence[Entrance]) -> None:
+    """Show the runs that are entered there. Raises what lookouts_on and views raise."""
+    async with lookouts_on(entrances, all_runs=options.asks_the_dht, asks_all=options.every_peer) as lookouts:
         if options.contributions:
             for lookout in lookouts:
                 show_contributions(options, await lookout.tallies())

@@ -6,7 +6,8 @@ stores and passes on only records that `records.verify` accepts, and never looks
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class DhtNode:
-    """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
+    """A running node. Made by `start` or `as_client`; its coroutines may be awaited in any event loop."""
 
     def __init__(self, thread: LoopThread, kademlia: "Kademlia", launcher: Launcher, known: Sequence[Node]) -> None:
         """Must run in `thread`. `known` are other nodes."""
@@ -244,17 +245,35 @@ def start(
         clock=clock, host=host, port=port, announce=announce, identity_path=identity_path, client_mode=client_mode
     )
     thread, nodes = LoopThread("dht"), addresses.of_nodes(initial_peers)
-
-    async def open_node() -> DhtNode:
-        try:
-            async with asyncio.timeout(OPEN_SECONDS):
-                first = await launcher.launch(nodes, client_mode=client_mode, must_join=True)
-        except TimeoutError:
-            raise PeerUnavailable(f"the DHT node was not ready within {OPEN_SECONDS:.0f} s: try again") from None
-        return DhtNode(thread, first, launcher, nodes)
-
     try:
-        return thread.run(open_node())
+        return thread.run(_opened(thread, launcher, nodes, client_mode=client_mode))
     except BaseException:
         thread.close()
         raise
+
+
+@asynccontextmanager
+async def as_client(clock: Clock, initial_peers: Sequence[str]) -> AsyncIterator[DhtNode]:
+    """Be a client inside the block. Joins and raises as `start` does, and blocks only while hivemind's DHT is imported.
+    Cancellation ends the attempt to join."""
+    addresses.require_all(initial_peers)
+    launcher = Launcher(clock=clock, host="", port=0, announce=(), identity_path=None, client_mode=True)
+    thread, nodes = LoopThread("dht"), addresses.of_nodes(initial_peers)
+    try:
+        node = await thread.run_async(_opened(thread, launcher, nodes, client_mode=True))
+    except BaseException:
+        thread.close()
+        raise
+    try:
+        yield node
+    finally:
+        node.shutdown()
+
+
+async def _opened(thread: LoopThread, launcher: Launcher, nodes: Sequence[Node], *, client_mode: bool) -> DhtNode:
+    try:
+        async with asyncio.timeout(OPEN_SECONDS):
+            first = await launcher.launch(nodes, client_mode=client_mode, must_join=True)
+    except TimeoutError:
+        raise PeerUnavailable(f"the DHT node was not ready within {OPEN_SECONDS:.0f} s: try again") from None
+    return DhtNode(thread, first, launcher, nodes)

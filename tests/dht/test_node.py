@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from scripts.benches.shared.ports import free_ports
+from swarm.dht import node as dht_node
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.machine import waits
-from tests.dht.nodes import OWNER, THIEF, Start, sealed_note, stranger_at
+from swarm.machine.clock import SystemClock
+from tests.dht.nodes import KEYS, OWNER, THIEF, Start, sealed_note, stranger_at
 
 if TYPE_CHECKING:
     pass
@@ -53,6 +55,25 @@ def test_who_cannot_join_is_told_why(
         start([address])
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+async def test_a_client_is_in_the_dht_inside_its_block(first: DhtNode) -> None:
+    async with dht_node.as_client(SystemClock(), first.addresses()) as client:
+        client.belong_to(KEYS, None)
+        assert await client.get("nothing") == {}
+        assert client.addresses() == []
+    with pytest.raises(PeerUnavailable, match="this peer has left the DHT"):
+        await client.get("nothing")
+
+
+async def test_a_client_that_is_told_to_stop_while_it_joins_ends_soon() -> None:
+    """It would try for 25 seconds."""
+    clock = SystemClock()
+    began_at = clock.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5), dht_node.as_client(clock, [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"]):
+            pass
+    assert clock.monotonic() - began_at < 15.0
 
 
 def test_those_that_start_at_the_same_moment_wait_for_each_other(start: Start, tmp_path: Path) -> None:

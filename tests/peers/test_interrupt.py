@@ -27,7 +27,7 @@ ByteTokenizer.encode = encode
 """
 PEER = "commands.peer()"
 NODE = """
-import asyncio, dataclasses
+import asyncio, contextlib, dataclasses
 from pathlib import Path
 from swarm import config as configs
 from swarm.dht import node
@@ -49,7 +49,15 @@ async def agree_on_config(*arguments, **options):
     data = dataclasses.replace(config.data, digest="some other text's", tokenizer_identity=ByteTokenizer.identity)
     return dataclasses.replace(config, data=data)
 
-node.start = lambda **arguments: Node()
+@contextlib.asynccontextmanager
+async def as_client(*arguments):
+    joined = Node()
+    try:
+        yield joined
+    finally:
+        joined.shutdown()
+
+node.start, node.as_client = lambda **arguments: Node(), as_client
 """
 TRAINER = f"""{NODE}
 from peers.shared import entrance

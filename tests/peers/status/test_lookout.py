@@ -9,7 +9,7 @@ import pytest
 from peers.shared import lan
 from peers.shared.entrance import Entrance
 from peers.status import lookout
-from peers.status.lookout import lookouts_on, views, ways_to
+from peers.status.lookout import lookouts_on, views
 from peers.status.program import ViewOptions
 from peers.status.view import SwarmView
 from swarm import config as configs
@@ -41,8 +41,7 @@ def _entrances(*invites: str) -> list[Entrance]:
 
 
 async def _seen(*invites: str) -> list[SwarmView]:
-    # Ways through peers need no DHT node, whose start would block.
-    async with lookouts_on([lookout.Way(one, None, False) for one in _entrances(*invites)]) as lookouts:
+    async with lookouts_on(_entrances(*invites)) as lookouts:
         return await views(lookouts)
 
 
@@ -56,15 +55,17 @@ async def test_a_run_that_is_not_there_hides_no_other(caplog: pytest.LogCaptureF
 
 
 async def test_a_run_that_falls_silent_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    async with shown_run(CONFIG, generate(), NODE) as one, shown_run(OTHER, generate(), NODE) as other:
-        ways = [lookout.Way(entrance, None, False) for entrance in _entrances(_invite(one), _invite(other))]
-        async with lookouts_on(ways) as lookouts:
-            await one.server.stop(None)
-            assert [view.run for view in await views(lookouts)] == [OTHER.run_id]
-            assert f"what is at {CONFIG.run_id} is not shown" in caplog.text
-            await other.server.stop(None)
-            with pytest.raises(PeerUnavailable):
-                await views(lookouts)
+    async with (
+        shown_run(CONFIG, generate(), NODE) as one,
+        shown_run(OTHER, generate(), NODE) as other,
+        lookouts_on(_entrances(_invite(one), _invite(other))) as lookouts,
+    ):
+        await one.server.stop(None)
+        assert [view.run for view in await views(lookouts)] == [OTHER.run_id]
+        assert f"what is at {CONFIG.run_id} is not shown" in caplog.text
+        await other.server.stop(None)
+        with pytest.raises(PeerUnavailable):
+            await views(lookouts)
 
 
 def test_all_runs_of_the_network_are_shown_but_those_that_need_a_token(
@@ -100,12 +101,11 @@ async def _announce(node: DhtNode, config: RunConfig) -> None:
 def _found(entrance: Entrance) -> Sequence[tuple[str, str]]:
     """Each run that is announced there, and the first peer of its stage 0."""
 
-    async def look(ways: Sequence[lookout.Way]) -> list[SwarmView]:
-        async with lookouts_on(ways) as lookouts:
+    async def look() -> list[SwarmView]:
+        async with lookouts_on([entrance], all_runs=True) as lookouts:
             return await views(lookouts)
 
-    with ways_to([entrance], all_runs=True) as ways:
-        return [(view.run, view.stages[0].peers[0].name) for view in run_loop(look(ways))]
+    return [(view.run, view.stages[0].peers[0].name) for view in run_loop(look())]
 
 
 @pytest.mark.slow
