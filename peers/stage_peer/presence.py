@@ -57,12 +57,8 @@ class Presence:
     def _neighbours(self, step: Literal[-1, 1]) -> Sequence[Block]:
         return self._membership.config.neighbours(self._stage.block, step)
 
-    async def serves(self) -> None:
-        self.state = PeerState.SERVING
-        await self._process.tell_health()
-
-    async def leaves(self) -> None:
-        self.state = PeerState.LEAVING
+    async def become(self, state: PeerState) -> None:
+        self.state = state
         await self._process.tell_health()
 
     def will_leave(self) -> None:

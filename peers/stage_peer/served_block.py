@@ -37,7 +37,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.spot_check import SpotCheck
 from swarm.stage.stage import Stage
-from swarm.types import Block, PeerRecord
+from swarm.types import Block, PeerRecord, PeerState
 
 SETTLE_SECONDS = 5.0
 """How long a peer that ends waits at most until it has passed on its acknowledgements. Passing on one takes no longer
@@ -128,7 +128,7 @@ class ServedBlock:
                 await self._own_state.arrive(self.averager)
                 await self.averager.arrived()
                 self.stage.admission.open()
-                await self.presence.serves()
+                await self.presence.become(PeerState.SERVING)
                 self._options.events.write(Join())
                 hops = (hop.run() for hop in self.stage.context.hops.values())
                 works = (*self.presence.works(self._news), *hops, self._watch_leadership())
@@ -237,7 +237,7 @@ class ServedBlock:
         """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on. Returns
         whether all were finished within `seconds`."""
         self.stage.admission.close()
-        await self.presence.leaves()
+        await self.presence.become(PeerState.LEAVING)
         await self.presence.announce()
         clock = self._membership.clock
         deadline = clock.monotonic() + seconds
@@ -248,7 +248,7 @@ class ServedBlock:
 
     async def go_on(self) -> None:
         self.stage.admission.open()
-        await self.presence.serves()
+        await self.presence.become(PeerState.SERVING)
         await self.presence.announce()
 
     async def leave(self) -> None:
