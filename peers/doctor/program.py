@@ -62,8 +62,8 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: 
 async def in_passing(
     plan: KeepingOptions, each: Mapping[int, Needs], blocks: Sequence[Block] | None, run: Membership
 ) -> list[Finding]:
-    """Make the checks that take only a moment, for a peer that has memory for its blocks; None: for one that it takes
-    by itself. Return the findings that say that something is wrong. `each` is what each stage needs."""
+    """Make the checks that take only a moment, for a peer that is known to have memory for these blocks, or with None
+    for some stage. Return the findings that say that something is wrong. `each` is what each stage needs."""
     peers = run.known.everyone()
     found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
     on_line = [line.judge_clock(found), line.judge_round_trip(found)]

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,13 @@ class WandbRun(Reporter):
         self._run_folder: Path | None = None
         super().__init__("wandb")
 
-    def finish(self, *, timeout_seconds: float) -> str | None:
-        """Send what is left and close the run. Return the command that uploads an offline run; None for an online run,
-        or if wandb failed or took too long."""
-        if not self.close(timeout_seconds) or self._online or self._run_folder is None:
-            return None
-        return f"wandb sync {shlex.quote(str(self._run_folder))}"
+    def close(self, timeout_seconds: float) -> bool:
+        """Send what is left and close the run. Unless wandb failed or took too long, print how to upload an offline
+        run."""
+        is_closed = super().close(timeout_seconds)
+        if is_closed and not self._online and self._run_folder is not None:
+            print(f"To upload this run to Weights & Biases: wandb sync {shlex.quote(str(self._run_folder))}")
+        return is_closed
 
     def _send(self, steps: Iterator[Figures]) -> None:
         wandb = importlib.import_module("wandb")
@@ -97,38 +97,26 @@ def require_installed() -> None:
 _CLOSE_SECONDS = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reporting:
-    """The reporters that the options asked for; None for the others."""
-
-    wandb: WandbRun | None
-    tensorboard: TensorBoard | None
-
-    @property
-    def reporters(self) -> Sequence[Reporter]:
-        return [reporter for reporter in (self.wandb, self.tensorboard) if reporter is not None]
-
-    def finish(self) -> None:
-        """Send what is left, and print how to upload what was only written here. Blocks up to 30 s per reporter."""
-        if self.tensorboard is not None:
-            self.tensorboard.close(_CLOSE_SECONDS)
-        if self.wandb is not None and (command := self.wandb.finish(timeout_seconds=_CLOSE_SECONDS)):
-            print(f"To upload this run to Weights & Biases: {command}")
-
-
 def require_reporters(options: ReportingOptions) -> None:
     """Raise ValueError if an extra is missing: `start` comes only once a program has its text."""
     if options.tensorboard is not None:
         require_installed()
 
 
-def start(options: ReportingOptions, folder: Path, config: RunConfig) -> Reporting:
+def start(options: ReportingOptions, folder: Path, config: RunConfig) -> Sequence[Reporter]:
     """Start what the options ask for. wandb's files go below `folder`. Raises ValueError if an extra is not installed,
     and OSError if TensorBoard's folder cannot be made."""
+    reporters = list[Reporter]()
     # TensorBoard comes first, because it can fail, and W&B's run would then have begun for nothing.
-    tensorboard = None if options.tensorboard is None else TensorBoard(options.tensorboard)
-    wandb = None
+    if options.tensorboard is not None:
+        reporters.append(TensorBoard(options.tensorboard))
     if options.wandb is not None:
         values = dataclasses.asdict(config)
-        wandb = WandbRun(project=options.wandb, folder=folder, online=options.wandb_online, config=values)
-    return Reporting(wandb=wandb, tensorboard=tensorboard)
+        reporters.append(WandbRun(project=options.wandb, folder=folder, online=options.wandb_online, config=values))
+    return reporters
+
+
+def finish(reporters: Sequence[Reporter]) -> None:
+    """Send what is left. Blocks up to 30 s per reporter."""
+    for reporter in reporters:
+        reporter.close(_CLOSE_SECONDS)

@@ -150,9 +150,9 @@ class Report:
         self._workers = workers
         self._plain_bytes = round(bytes_sent(config, options, workers.shape, model.parameters))
         self._compressed = compressed
-        self._reporting = reporting.start(options, options.metrics.parent, config)
+        self._reporters = reporting.start(options, options.metrics.parent, config)
         self._path = options.metrics
-        self._metrics = MetricsLog(options.metrics, reporters=self._reporting.reporters)
+        self._metrics = MetricsLog(options.metrics, reporters=self._reporters)
         self._said_at = self._stepped_at = time.monotonic()
 
     def begin(self, step: int, last_step: int) -> None:
@@ -209,7 +209,7 @@ class Report:
             self._metrics.evaluation(step, held_out.mean, held_out.of_several)
             told += f", validation loss {held_out.mean:.3f}"
         print(f"{'stopped' if stopped else 'finished'} at step {step}{told}; {self._metrics.written} in {self._path}")
-        self._reporting.finish()
+        reporting.finish(self._reporters)
 
 
 def bytes_sent(

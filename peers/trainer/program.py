@@ -30,7 +30,6 @@ from peers.shared.network import (
     say_who_may_join,
 )
 from peers.shared.process import EXIT_FAILURE, cache_folder
-from peers.shared.reporting import Reporting
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.tokenizer import have_tokenizer
@@ -51,7 +50,7 @@ from swarm.hop.hop import Hop
 from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.clock import Loop, SystemClock
 from swarm.machine.words import counted, printable
-from swarm.metrics import MetricsLog
+from swarm.metrics import MetricsLog, Reporter
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
@@ -173,8 +172,8 @@ async def run(
     begin(events, options.events, start_of(config, peer_id=member.peer_id, name=name, stage=TRAINER_STAGE))
     await member.known.look_first(member.directory, member.blocks, member.clock)
     member.directory.require_common_protocol()
-    reported = reporting.start(options, options.output, config)
-    metrics = MetricsLog(options.output / "metrics.jsonl", reporters=reported.reporters)
+    reporters = reporting.start(options, options.output, config)
+    metrics = MetricsLog(options.output / "metrics.jsonl", reporters=reporters)
     watcher = RoundWatcher(
         run_id=config.run_id, blocks=paths.followed, synchronous=config.rounds.synchronous,
         peers=member.known.peers, channels=member.channels,
@@ -192,7 +191,7 @@ async def run(
             exit_code = await carry_out(member, session, name)
     events.write(Leave())
     corpus = texts.at_hand(member.timeline.at(watcher.latest_round).data).corpus
-    return await finish(report, options.output, corpus, session.sample, reported, exit_code=exit_code)
+    return await finish(report, options.output, corpus, session.sample, reporters, exit_code=exit_code)
 
 
 def make_session(
@@ -254,7 +253,7 @@ def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
 
 
 async def finish(
-    report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reported: Reporting, *, exit_code: int
+    report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reporters: Sequence[Reporter], *, exit_code: int
 ) -> int:  # fmt: skip
     """Print where training is, write the files that are due, and return the exit code, which is 0 at first if training
     is done. If a file cannot be written, log a line, go on, and return EXIT_FAILURE."""
@@ -271,7 +270,7 @@ async def finish(
         except OSError as error:
             logger.error("%s is not written: %s", folder / name, error.strerror or error)
             exit_code = EXIT_FAILURE
-    await asyncio.to_thread(reported.finish)
+    await asyncio.to_thread(reporting.finish, reporters)
     return exit_code
 
 

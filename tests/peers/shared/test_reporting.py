@@ -52,12 +52,16 @@ def _start(folder: Path, *, online: bool = False) -> WandbRun:
     return WandbRun(project="p", folder=folder, online=online, config={"run": "r"})
 
 
-def test_offline_run_is_fed_and_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_run_is_fed_and_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake = _FakeWandb(_FakeRun(tmp_path))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run = _start(tmp_path)
     run.log({"train/loss": 2.0, "val/loss": None}, step=7)
-    assert run.finish(timeout_seconds=10) == f"wandb sync {tmp_path}/wandb/offline-run-1"
+    assert run.close(10)
+    told = capsys.readouterr().out
+    assert told == f"To upload this run to Weights & Biases: wandb sync {tmp_path}/wandb/offline-run-1\n"
     assert fake.run.logged == [(7, {"train/loss": 2.0})]
     assert fake.run.finished
     assert fake.arguments["mode"] == "offline"
@@ -73,22 +77,24 @@ def test_a_training_that_goes_on_in_its_folder_goes_on_in_its_run(
     for first in (1, step):
         run = _start(tmp_path)
         run.log({"train/loss": 2.0}, step=first)
-        run.finish(timeout_seconds=10)
+        run.close(10)
     assert fake.arguments["resume"] == "allow"
     assert fake.arguments["id"] == ("abc123" if goes_on else None)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no network"), SystemExit(1)])
 def test_an_error_is_logged_once(
-    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", _FakeWandb(_FakeRun(tmp_path), failure=failure))
     with caplog.at_level(logging.WARNING):
         run = _start(tmp_path)
         for step in range(3000):
             run.log({"train/loss": 1.0}, step=step)
-        assert run.finish(timeout_seconds=10) is None
+        assert run.close(10)
     assert len(caplog.records) == 1
+    assert capsys.readouterr().out == ""
 
 
 def test_a_hanging_wandb_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,20 +103,22 @@ def test_a_hanging_wandb_stalls_nobody(tmp_path: Path, monkeypatch: pytest.Monke
     run = _start(tmp_path)
     for step in range(3000):
         run.log({"train/loss": 1.0}, step=step)
-    assert run.finish(timeout_seconds=0.1) is None
+    assert not run.close(0.1)
     assert not hanging.logged, "it hangs all the while"
     gate.set()
 
 
 @pytest.mark.slow
-def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_package_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its interface is the one that the stand-ins have."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = _start(tmp_path)
     run.log({"train/loss": 2.0}, step=1)
-    command = run.finish(timeout_seconds=60)
-    assert command is not None
-    assert list(Path(command.removeprefix("wandb sync ")).glob("*.wandb"))
+    assert run.close(60)
+    folder = capsys.readouterr().out.partition("wandb sync ")[2].strip()
+    assert list(Path(folder).glob("*.wandb"))
 
 
 def test_tensorboard_s_own_reader_finds_what_was_reported(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from peers.shared import cli
 from peers.shared.network import KnownPeers, Membership
-from peers.shared.reporting import Reporting, WandbRun
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
 from peers.trainer import program
@@ -30,7 +29,7 @@ from swarm.data.microbatches import Microbatches, Texts
 from swarm.data.path_router import PathRouter, hashed
 from swarm.errors import CorpusMismatch
 from swarm.machine.clock import SystemClock
-from swarm.metrics import MetricsLog
+from swarm.metrics import MetricsLog, Reporter
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.routing.router import Router
 from swarm.training.samples import TOKENS
@@ -220,11 +219,12 @@ def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
         open_text(config, (), "bytes")
 
 
-class _Wandb:
-    """A stand-in for a W&B run that has something to upload."""
+class _Reporter:
+    """A stand-in for one that has something to say at its end."""
 
-    def finish(self, *, timeout_seconds: float) -> str:
-        return "wandb sync x"
+    def close(self, timeout_seconds: float) -> bool:
+        sys.stdout.write("to upload it: wandb sync x\n")
+        return True
 
 
 @pytest.mark.parametrize(
@@ -244,11 +244,11 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
             Timeline(SYNCHRONOUS), steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True),
             clock=ManualClock(), remedy=str,
         )  # fmt: skip
-        reported = Reporting(wandb=cast(WandbRun, _Wandb()), tensorboard=None)
-        assert await finish(report, tmp_path, corpus, sample, reported, exit_code=told) == exit_code
+        reporters = [cast(Reporter, _Reporter())]
+        assert await finish(report, tmp_path, corpus, sample, reporters, exit_code=told) == exit_code
     assert caplog.messages == [f"{tmp_path / name} is not written: Is a directory" for name in stuck]
     _, *said = capsys.readouterr().out.splitlines()
-    assert said == [*(["it goes\ton"] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]
+    assert said == [*(["it goes\ton"] if sample else []), "to upload it: wandb sync x"]
     expected = {"metrics.jsonl", "loss.png"} | (set() if told else {"summary.json", "sample.txt"})
     assert {name for name in os.listdir(tmp_path) if name not in stuck} == expected - set(stuck)
 
