@@ -37,9 +37,9 @@ class Room:
         cls, device: Device, run: Membership, config: RunConfig, blocks: Sequence[Block] | None, *,
         anchors_on_disk: bool = False,
     ) -> "Room":  # fmt: skip
-        """The room for these blocks of a run, or with None for all, which then has one peer more. `config` is the run's
-        as the device computes it. Blocks for a moment, while the shapes of stages are found out. Raises ValueError if a
-        class of theirs cannot be imported."""
+        """The room for these blocks of a run, or with None for all, beside the peers that are there. `config` is the
+        run's as the device computes it. Blocks for a moment, while the shapes of stages are found out. Raises
+        ValueError if a class of theirs cannot be imported."""
         num_peers = 1 + min(len(run.known.others(block)) for block in blocks or run.blocks)
         each = of_stages(
             config, on_gpu=device.kind == "cuda", num_peers=num_peers, anchors_on_disk=anchors_on_disk, blocks=blocks
