@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import tyro
 
 from peers.doctor.ports import Ports
-from peers.reach.listen import Outside
+from peers.reach.listen import PortOptions
 from peers.shared import logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import InviteOption, KeepingOptions
@@ -19,7 +19,7 @@ _OF_A_RUN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(KeepingOptions):
+class DoctorOptions(KeepingOptions, PortOptions):
     """Say whether this machine can serve a stage, and what stands in the way. The options are those of swarm-peer."""
 
     invite: InviteOption = None
@@ -87,11 +87,9 @@ class DoctorOptions(KeepingOptions):
 
     @property
     def ports(self) -> Ports:
-        outside = tuple(Outside.parse(text, option="--announce") for text in self.announce)
-        outside_dht = tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
-        if self.port == self.dht_port:
-            outside_dht = outside_dht or outside
-        return Ports(host=self.host, port=self.port, dht_port=self.dht_port, outside=outside, outside_dht=outside_dht)
+        return Ports(
+            host=self.host, port=self.port, dht_port=self.dht_port, outside=self.outside, outside_dht=self.outside_dht
+        )
 
     @property
     def initial_peers(self) -> tuple[str, ...]:

@@ -71,6 +71,29 @@ class Outside:
             raise ValueError(f"{option} {self.host}: this peer listens on {listens_at} alone")
 
 
+class PortOptions:
+    """What follows from options of these names, for the programs that have them."""
+
+    port: int
+    dht_port: int
+    announce: tuple[str, ...]
+    announce_dht: tuple[str, ...]
+
+    @property
+    def shares_port(self) -> bool:
+        return 0 < self.port == self.dht_port
+
+    @property
+    def outside(self) -> tuple[Outside, ...]:
+        return tuple(Outside.parse(text, option="--announce") for text in self.announce)
+
+    @property
+    def outside_dht(self) -> tuple[Outside, ...]:
+        if not self.announce_dht:
+            return self.outside if self.shares_port else tuple(Outside(outside.host) for outside in self.outside)
+        return tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
+
+
 def loopback_advice(host: str) -> str:
     """What is wrong with a --host that only this machine can reach, and what to do; empty for any other one."""
     ip = ip_of(host)

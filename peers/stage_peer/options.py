@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from peers.reach.listen import Outside
+from peers.reach.listen import PortOptions
 from peers.shared import logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import CheckpointOptions, InviteOption, SettingsOption, TextOptions, joins
@@ -19,7 +19,7 @@ DEFAULT_REBALANCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions(CheckpointOptions, TextOptions):
+class PeerOptions(CheckpointOptions, TextOptions, PortOptions):
     """Serve one stage of a run, or adjacent ones."""
 
     invite: InviteOption = None
@@ -215,20 +215,6 @@ class PeerOptions(CheckpointOptions, TextOptions):
     def serves_one(self) -> bool:
         """Whether it is sure, before the run is known, that the peer serves one stage at a time."""
         return self.span == "auto" or self.span.first == self.span.last
-
-    @property
-    def shares_port(self) -> bool:
-        return 0 < self.port == self.dht_port
-
-    @property
-    def outside(self) -> tuple[Outside, ...]:
-        return tuple(Outside.parse(text, option="--announce") for text in self.announce)
-
-    @property
-    def outside_dht(self) -> tuple[Outside, ...]:
-        if not self.announce_dht:
-            return self.outside if self.shares_port else tuple(Outside(outside.host) for outside in self.outside)
-        return tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
 
     @property
     def lora_options(self) -> dict[str, Any]:

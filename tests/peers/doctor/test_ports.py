@@ -3,7 +3,9 @@
 import socket
 
 from peers.doctor.finding import State
+from peers.doctor.options import DoctorOptions
 from peers.doctor.ports import Ports, from_outside, unasked
+from peers.reach.listen import Outside
 from scripts.benches.shared.ports import free_ports
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock
@@ -19,6 +21,13 @@ def test_a_port_in_use_is_wrong_and_the_other_is_left_to_others() -> None:
     assert found["DHT port"].state is State.WRONG
     assert f"--dht-port {port} cannot be had: Address already in use; choose another port" in found["DHT port"].text
     assert found["gRPC port"].state is State.NOT_CHECKED
+
+
+def test_the_dht_s_port_is_looked_for_where_a_peer_with_these_options_announces_it() -> None:
+    announce = ("203.0.113.7:41001", "203.0.113.8")
+    apart, one = (DoctorOptions(port=5001, dht_port=port, announce=announce).ports for port in (5002, 5001))
+    assert apart.outside_dht == (Outside("203.0.113.7"), Outside("203.0.113.8"))
+    assert one.outside_dht == one.outside == (Outside("203.0.113.7", 41001), Outside("203.0.113.8"))
 
 
 async def test_one_port_for_both_is_dialled_back_as_two() -> None:
