@@ -59,7 +59,7 @@ class Reach:
         Args:
             listen: where the peer's server will listen, and where others may reach the server. If the port is 0, a free
                 one is taken and kept for this process.
-            router_ports: asks the router to forward the ports if nobody reaches them; None never asks it.
+            router_ports: asks the router to forward the ports if nobody reaches them; None for no router.
             meet: meeting points that the user named.
             own: gives the addresses that the machine has now, which may change; None for those of `listen`.
         """
@@ -69,7 +69,7 @@ class Reach:
         self._meet = meet
         self._own = own
         self._dht = DhtReach(node, listen)
-        self._router_ports = router_ports
+        self._router_ports = router_ports or RouterPorts(membership.clock, ())
         self._own_port = OwnPort(*listen.server, membership.identity, insecure=insecure)
         self.port = self._own_port.number
         """Where the server is to listen."""
@@ -142,7 +142,7 @@ class Reach:
         use."""
         waiting: asyncio.Task[Never] | None = None
         former: Verdict | None = None
-        may_ask_router = self._router_ports is not None and 4 in versions(self._listen.endpoints(1))
+        may_ask_router = 4 in versions(self._listen.endpoints(1))
         num_busy = 0
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -170,12 +170,10 @@ class Reach:
                         former = verdict
                     await self._membership.clock.sleep(seconds)
         finally:
-            if self._router_ports is not None:
-                await self._router_ports.release()
+            await self._router_ports.release()
 
     async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
         """Ask the router to forward the ports, and then ask the peers again. Return what they reach."""
-        assert self._router_ports is not None
         if not await self._router_ports.ask(self._open_ports):
             return verdict
         # Peers that were asked a moment ago do not dial back again so soon.
@@ -191,7 +189,7 @@ class Reach:
     async def _outside_by_router(self, tasks: asyncio.TaskGroup) -> tuple[str, ...]:
         """The endpoint at which the router of the first peer of a run says that it forwards; none if it does not."""
         ports, own = self._router_ports, self._listen.outside
-        if ports is None or self._inquiry.hindrance or not private_advice(self._candidates):
+        if self._inquiry.hindrance or not private_advice(self._candidates):
             return ()
         if loopback_advice(self._listen.host) or all(one.host in _LOOPBACK for one in own):
             return ()  # No router leads to the loopback.
@@ -208,10 +206,6 @@ class Reach:
     @property
     def _open_ports(self) -> list[int]:
         return list(dict.fromkeys(port for port in (self.open_port, self._dht.port) if port))
-
-    def _forwarded(self, port: int) -> int | None:
-        """The router's port that leads to this port; None if the router was not asked, or does not forward the port."""
-        return None if self._router_ports is None else self._router_ports.outer.get(port)
 
     def _conclude(self, verdict: Verdict) -> None:
         former, self._found = self._found, verdict
@@ -256,10 +250,11 @@ class Reach:
         others = [r for r in known if versions(direct(r.endpoints)) & own] or self._points_alone()
         if not others:
             return await self._inquiry.verdict(others, pb.CheckRequest())
-        async with self._dht.answering(self._forwarded(self._dht.port)) as dht_endpoints:
+        outer = self._router_ports.outer
+        async with self._dht.answering(outer.get(self._dht.port)) as dht_endpoints:
             request = pb.CheckRequest(
                 peer_id=self._membership.peer_id,
-                endpoints=[*self._candidates, f":{self._forwarded(self.open_port) or self.open_port}"],
+                endpoints=[*self._candidates, f":{outer.get(self.open_port, self.open_port)}"],
                 dht_endpoints=dht_endpoints,
                 run_id=self._membership.config.run_id,
             )

@@ -205,9 +205,9 @@ async def enter(start: Start) -> Membership:
 
 def reach_of(start: Start, member: Membership) -> Reach:
     options = start.options
-    router_ports = None if options.no_port_mapping else RouterPorts(member.clock, own_routers())
+    routers = [] if options.no_port_mapping else own_routers()
     return Reach(
-        member, start.node, start.listen, router_ports=router_ports, meet=start.meet,
+        member, start.node, start.listen, router_ports=RouterPorts(member.clock, routers), meet=start.meet,
         own=lambda: own_outside(options.host, start.addresses, is_named=True),
     )  # fmt: skip
 
