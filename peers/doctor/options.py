@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import tyro
 
-from peers.doctor.ports import Ports
 from peers.reach.listen import PortOptions
 from peers.shared import logs
 from peers.shared import option_types as takes
@@ -74,6 +73,7 @@ class DoctorOptions(KeepingOptions, PortOptions):
             raise ValueError("INVITE, --lan, --model, --preset and --config exclude each other")
         if not self.plans and (self.set or self.stages is not None or self.lora_rank is not None or self.peers != 1):
             raise ValueError("--set, --stages, --lora-rank and --peers belong to --model, --preset or --config")
+        self.require_heard()
         if self.plans:
             for name in _OF_A_RUN:
                 if getattr(self, name) != getattr(type(self), name):
@@ -84,12 +84,6 @@ class DoctorOptions(KeepingOptions, PortOptions):
     @property
     def plans(self) -> bool:
         return any(source is not None for source in (self.model, self.preset, self.config))
-
-    @property
-    def ports(self) -> Ports:
-        return Ports(
-            host=self.host, port=self.port, dht_port=self.dht_port, outside=self.outside, outside_dht=self.outside_dht
-        )
 
     @property
     def initial_peers(self) -> tuple[str, ...]:

@@ -7,11 +7,10 @@ certificate, on the other a listener that sends only the first line of a DHT nod
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
 from peers.reach.inquiry import Inquiry, Verdict
-from peers.reach.listen import Outside, loopback_advice
+from peers.reach.listen import Outside, PortOptions, loopback_advice
 from peers.reach.own_port import answering, answering_as_node, reserved
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
@@ -28,71 +27,58 @@ from swarm.types import PeerRecord
 GRPC, DHT = "gRPC port", "DHT port"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ports:
-    host: str
-    port: int
-    dht_port: int
-    outside: tuple[Outside, ...] = ()
-    outside_dht: tuple[Outside, ...] = ()
-
-    @property
-    def are_one(self) -> bool:
-        return 0 < self.port == self.dht_port
-
-    @property
-    def taken(self) -> list[Finding]:
-        found = []
-        for what, option, port in ((GRPC, "--port", self.port), (DHT, "--dht-port", self.dht_port)):
-            try:
-                self._free(port)
-            except ValueError as error:
-                found.append(wrong(what, f"{option} {port} cannot be had: {error}; choose another port"))
-        return found
-
-    def free(self) -> tuple[int, int]:
-        """Both ports; for each that is 0, a free one. Raises ValueError if a port is not free."""
-        return self._free(self.port), self._free(self.dht_port)
-
-    def _free(self, port: int) -> int:
-        for host in addresses.hosts(self.host):
-            port = addresses.free_port(host, port)
-        return port
+def _taken(options: PortOptions) -> list[Finding]:
+    found = []
+    for what, option, port in ((GRPC, "--port", options.port), (DHT, "--dht-port", options.dht_port)):
+        try:
+            _free(options.host, port)
+        except ValueError as error:
+            found.append(wrong(what, f"{option} {port} cannot be had: {error}; choose another port"))
+    return found
 
 
-def unasked(ports: Ports) -> list[Finding]:
-    taken = ports.taken
+def _free(host: str, port: int) -> int:
+    """The port, or for 0 a free one. Raises ValueError if it is not free."""
+    for one in addresses.hosts(host):
+        port = addresses.free_port(one, port)
+    return port
+
+
+def unasked(options: PortOptions) -> list[Finding]:
+    taken = _taken(options)
     known = {finding.what for finding in taken}
     why = "whether others reach it is for the peers of a run to say"
     return [*taken, *(not_checked(what, why) for what in (GRPC, DHT) if what not in known)]
 
 
 async def from_outside(
-    ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity, clock: Clock
+    options: PortOptions, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity, clock: Clock
 ) -> list[Finding]:
     """Ask peers to dial both ports back, and return the findings. After a cancellation nothing listens any more."""
-    if ports.taken or not peers:
-        return unasked(ports)
-    port, dht_port = ports.free()
+    if _taken(options) or not peers:
+        return unasked(options)
+    port, dht_port = _free(options.host, options.port), _free(options.host, options.dht_port)
     request = pb.CheckRequest(
         peer_id=own.peer_id,
-        endpoints=_named(ports.outside, port),
-        dht_endpoints=_named(ports.outside_dht, dht_port),
+        endpoints=_named(options.outside, port),
+        dht_endpoints=_named(options.outside_dht, dht_port),
         run_id=channels.points.run_id,
     )
     inquiry = Inquiry(channels, clock, random.Random(own.peer_id))
-    async with _answering(ports, port, dht_port, own, insecure=channels.is_insecure):
+    async with _answering(options, port, dht_port, own, insecure=channels.is_insecure):
         verdict = await inquiry.verdict([peer for peer in peers if direct(peer.endpoints)], request)
     if verdict is None:
         why = inquiry.hindrance or "no peer that is reached directly dials it back"
         return [not_checked(what, why) for what in (GRPC, DHT)]
-    return judge(port, dht_port, verdict, host=ports.host)
+    return judge(port, dht_port, verdict, host=options.host)
 
 
 @asynccontextmanager
-async def _answering(ports: Ports, port: int, dht_port: int, own: Identity, *, insecure: bool) -> AsyncIterator[None]:
-    if not ports.are_one:
-        async with answering(ports.host, port, own, insecure=insecure), answering_as_node(ports.host, dht_port):
+async def _answering(
+    options: PortOptions, port: int, dht_port: int, own: Identity, *, insecure: bool
+) -> AsyncIterator[None]:
+    if not options.shares_port:
+        async with answering(options.host, port, own, insecure=insecure), answering_as_node(options.host, dht_port):
             yield
         return
     with reserved(LOOPBACK) as of_grpc, reserved(LOOPBACK) as of_dht:
@@ -100,7 +86,7 @@ async def _answering(ports: Ports, port: int, dht_port: int, own: Identity, *, i
         async with (
             answering(LOOPBACK, inner, own, insecure=insecure),
             answering_as_node(LOOPBACK, inner_dht),
-            Front(inner, inner_dht).listening(ports.host, port),
+            Front(inner, inner_dht).listening(options.host, port),
         ):
             yield
 

@@ -53,7 +53,7 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: 
     device_finding, device = await on_device
     findings = [device_finding]
     if isinstance(run, str):
-        findings += [machine.files(0), *unasked(plan.ports)]
+        findings += [machine.files(0), *unasked(plan)]
         return [*findings, not_checked("the rest", run)]
     findings += await asyncio.to_thread(_for_run, plan, run, device)
     return [*findings, versions(run.known.everyone()), *on_line]
@@ -73,7 +73,7 @@ async def in_passing(
 
 async def _on_line(plan: DoctorOptions, run: Membership, dht_addresses: Sequence[str]) -> list[Finding]:
     # Both run at the same time: peers dial this machine's ports while the lines to them are checked.
-    asking = from_outside(plan.ports, run.known.everyone(), run.channels, run.identity, run.clock)
+    asking = from_outside(plan, run.known.everyone(), run.channels, run.identity, run.clock)
     ports, nodes, on_line = await asyncio.gather(asking, line.nodes(dht_addresses), _to_peers(run))
     return [*ports, line.judge_dht(nodes), *on_line]
 

@@ -74,6 +74,7 @@ class Outside:
 class PortOptions:
     """What follows from options of these names, for the programs that have them."""
 
+    host: str
     port: int
     dht_port: int
     announce: tuple[str, ...]
@@ -92,6 +93,12 @@ class PortOptions:
         if not self.announce_dht:
             return self.outside if self.shares_port else tuple(Outside(outside.host) for outside in self.outside)
         return tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
+
+    def require_heard(self) -> None:
+        """Raise ValueError for an address that is none, or as Outside.require_heard does."""
+        for option, outside in (("--announce", self.outside), ("--announce-dht", self.outside_dht)):
+            for one in outside:
+                one.require_heard(self.host, option=option)
 
 
 def loopback_advice(host: str) -> str:

@@ -176,9 +176,7 @@ class PeerOptions(CheckpointOptions, TextOptions, PortOptions):
         super().__post_init__()
         if self.meet and self.insecure:
             raise ValueError("--meet needs TLS: leave --insecure out")
-        for option, outside in (("--announce", self.outside), ("--announce-dht", self.outside_dht)):
-            for one in outside:
-                one.require_heard(self.host, option=option)
+        self.require_heard()
         if any(outside.port for outside in self.outside) and not (self.announce_dht or self.shares_port):
             raise ValueError(
                 "--announce HOST:PORT is for gRPC alone: give --announce-dht HOST:PORT for the DHT as well"
