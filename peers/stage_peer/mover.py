@@ -63,13 +63,11 @@ says whether the peer comes from other blocks."""
 
 class Mover:
     def __init__(
-        self, *, make_server: Callable[[asyncio.TaskGroup], PeerServer], make_options: OptionsFactory,
-        rebalancer: Rebalancer, listen: Listening, clock: Clock, stop: asyncio.Event,
-        on_serving: Callable[[Span, Announced], None],
+        self, server: PeerServer, *, make_options: OptionsFactory, rebalancer: Rebalancer, listen: Listening,
+        clock: Clock, stop: asyncio.Event, on_serving: Callable[[Span, Announced], None],
     ) -> None:  # fmt: skip
-        """`make_server` makes the server of the whole process, whose tasks are in the group. `on_serving` is called
-        whenever the peer serves its blocks, and `stop` is set when it is to leave the run."""
-        self._make_server = make_server
+        """`on_serving` is called whenever the peer serves its blocks, and `stop` is set when it is to leave the run."""
+        self._server = server
         self._make_options = make_options
         self._rebalancer = rebalancer
         self._listen = listen
@@ -83,16 +81,14 @@ class Mover:
         """Serve these blocks, and then those to which the peer moves, until `stop` is set, which also ends the attempt
         to enter a block. Raises in a group what the server raised."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                server = self._make_server(tasks)
-                async with server.serving(self._listen):
-                    if await self._begin(server, span, moved=False):
-                        self._span = span
-                        await self._arrived(span)
-                        self._on_serving(span, server.announced)
-                        await self._stay(server)
-                    else:
-                        await self._gives_up(span)
+            async with self._server.serving(self._listen):
+                if await self._begin(span, moved=False):
+                    self._span = span
+                    await self._arrived(span)
+                    self._on_serving(span, self._server.announced)
+                    await self._stay()
+                else:
+                    await self._gives_up(span)
         except* (RuntimeError, MemoryError) as errors:
             error = next(leaves(errors))
             if not is_out_of_memory(error):
@@ -118,17 +114,17 @@ class Mover:
             await self._rebalancer.gave_up(other, before=span)
         return not self._stop.is_set()
 
-    async def _begin(self, server: PeerServer, blocks: Sequence[Block], *, moved: bool) -> bool:
+    async def _begin(self, blocks: Sequence[Block], *, moved: bool) -> bool:
         """Begin at blocks. Returns whether they are served: not if the peer is told to leave the run before. Raises
         what PeerServer.enter does."""
 
         async def begin() -> bool:
-            await server.enter(await self._make_options(blocks, moved))
+            await self._server.enter(await self._make_options(blocks, moved))
             return True
 
         async def end() -> None:
             await self._stop.wait()
-            await server.leave_early(blocks)
+            await self._server.leave_early(blocks)
 
         return await stopping.before(end(), begin()) or False
 
@@ -142,87 +138,87 @@ class Mover:
         await self._rebalancer.arrived(span, move_seconds=seconds)
         logger.info("moved from %s to %s in %.1f s", named(move.before), named(span), seconds)
 
-    async def _stay(self, server: PeerServer) -> None:
+    async def _stay(self) -> None:
         """Stay at the blocks, and at those to which the peer moves, until it has left the run. Raises Fatal if it has
         left because it cannot go on."""
         while True:
             target = await stopping.before(
-                stopping.before(self._stop.wait(), server.gives_up()),
-                self._rebalancer.next_move(self._span, server.rates),
+                stopping.before(self._stop.wait(), self._server.gives_up()),
+                self._rebalancer.next_move(self._span, self._server.rates),
             )
             if target is None:
-                if (fault := server.fault) is not None:
+                if (fault := self._server.fault) is not None:
                     logger.error("this peer cannot go on: %s", fault)
                 logger.info(
                     "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
                 )
-                server.will_leave()
+                self._server.will_leave()
                 deadline = self._clock.monotonic() + LAST_ROUND_SECONDS
-                await asyncio.gather(*(self._hand_over(block, deadline) for block in server.blocks.values()))
-                await server.end_of_round(deadline - self._clock.monotonic(), quiet_seconds=LAST_QUIET_SECONDS)
+                await asyncio.gather(*(self._hand_over(block, deadline) for block in self._server.blocks.values()))
+                await self._server.end_of_round(deadline - self._clock.monotonic(), quiet_seconds=LAST_QUIET_SECONDS)
                 logger.info("leaving: finishing what is in flight")
-                await server.drain(LAST_DRAIN_SECONDS)
-                await server.leave()
-                server.has_left(server.blocks)
-                if (fault := server.fault) is not None:
+                await self._server.drain(LAST_DRAIN_SECONDS)
+                await self._server.leave()
+                self._server.has_left(self._server.blocks)
+                if (fault := self._server.fault) is not None:
                     raise fault
                 return
-            if (move := await self._leave_for(server, target)) is not None:
-                self._span = await self._change(server, move)
+            if (move := await self._leave_for(target)) is not None:
+                self._span = await self._change(move)
                 if not self._span:
                     return
-                self._on_serving(self._span, server.announced)
+                self._on_serving(self._span, self._server.announced)
 
-    async def _leave_for(self, server: PeerServer, target: Span) -> Move | None:
+    async def _leave_for(self, target: Span) -> Move | None:
         """Leave those of the blocks that are not in the target. None if the peer stays at all of them."""
         span = self._span
         move = Move(before=span, after=target, since=self._clock.monotonic())
         logger.info("moving from %s to %s%s", named(span), named(target), " after this round" if move.left else "")
         if not move.left:
             return move
-        ending = server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS, of=move.left)
+        ending = self._server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS, of=move.left)
         await stopping.before(self._stop.wait(), ending)
         if not self._stop.is_set():
             move = Move(before=span, after=target, since=self._clock.monotonic())
-            is_drained = await stopping.before(self._stop.wait(), server.drain(DRAIN_SECONDS, of=move.left))
-            if is_drained and all([await self._can_spare(server, block) for block in move.left]):
-                await server.leave(of=move.left)
+            is_drained = await stopping.before(self._stop.wait(), self._server.drain(DRAIN_SECONDS, of=move.left))
+            if is_drained and all([await self._can_spare(block) for block in move.left]):
+                await self._server.leave(of=move.left)
                 return move
         if not self._stop.is_set():
             reason = (
                 "too few others serve it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
             )
             logger.warning("stays at %s: %s", named(span), reason)
-            await server.go_on(of=move.left)
+            await self._server.go_on(of=move.left)
         await self._rebalancer.gave_up(target, before=span)
         return None
 
-    async def _change(self, server: PeerServer, move: Move) -> Span:
+    async def _change(self, move: Move) -> Span:
         """Have the server give up the blocks that the peer has left, and begin at the new ones, while it serves those
         that stay. Returns the blocks that it serves then: the former ones if the new ones could not be entered, or only
         those that stay if the peer is to leave the run."""
-        await server.remove(move.left)
-        server.has_left(move.left)
+        await self._server.remove(move.left)
+        self._server.has_left(move.left)
         way, retry_seconds = move, RETRY_SECONDS
-        failure = await self._enter(server, way.entered)
+        failure = await self._enter(way.entered)
         while failure and await self._turns(way.after, way.before, failure, retry_seconds):
-            server.has_left(way.entered)
+            self._server.has_left(way.entered)
             way, retry_seconds = way.back(), min(2 * retry_seconds, MAX_RETRY_SECONDS)
-            failure = await self._enter(server, way.entered)
+            failure = await self._enter(way.entered)
         if failure != "":  # The peer is to leave the run.
-            server.has_left(way.entered)
+            self._server.has_left(way.entered)
             await self._gives_up(way.after, before=way.before)
             return tuple(block for block in move.before if block in move.after)
         if way.after == move.after:
-            await server.has_moved()
+            await self._server.has_moved()
         await self._arrived(way.after, move)
         return way.after
 
-    async def _enter(self, server: PeerServer, blocks: Sequence[Block]) -> str | None:
+    async def _enter(self, blocks: Sequence[Block]) -> str | None:
         """Begin at new blocks. Returns why the peer could not begin there, or nothing; None if it is told to leave."""
         failure: str | None = ""
         try:
-            if blocks and not await self._begin(server, blocks, moved=True):
+            if blocks and not await self._begin(blocks, moved=True):
                 failure = None
         except* (SwarmError, OSError, ValueError) as faults:
             failure = str(next(leaves(faults))) or "no reason is known"
@@ -246,8 +242,8 @@ class Mover:
                 has_said = True
             await self._clock.sleep(LOOK_SECONDS)
 
-    async def _can_spare(self, server: PeerServer, name: Block) -> bool:
-        block, deadline = server.blocks[name], self._clock.monotonic() + COMMIT_SECONDS
+    async def _can_spare(self, name: Block) -> bool:
+        block, deadline = self._server.blocks[name], self._clock.monotonic() + COMMIT_SECONDS
         while True:
             try:
                 if await self._rebalancer.can_spare(

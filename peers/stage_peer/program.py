@@ -291,8 +291,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
         mover = Mover(
-            make_server=lambda tasks: PeerServer(member, everywhere, tasks), make_options=make_options,
-            rebalancer=rebalancer, listen=reach, clock=clock, stop=stop, on_serving=serves,
+            PeerServer(member, everywhere), make_options=make_options, rebalancer=rebalancer, listen=reach,
+            clock=clock, stop=stop, on_serving=serves,
         )  # fmt: skip
         await mover.run(span)
         for task in background:

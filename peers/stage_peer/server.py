@@ -50,9 +50,7 @@ FAREWELL_SECONDS of shared/stopping.py and below the stop_grace_period of compos
 
 
 class PeerServer:
-    def __init__(
-        self, membership: Membership, everywhere: Sequence[ServerOptions], tasks: asyncio.TaskGroup
-    ) -> None:  # fmt: skip
+    def __init__(self, membership: Membership, everywhere: Sequence[ServerOptions]) -> None:
         """`everywhere` are the options of each device, as far as they do not depend on the block."""
         config, clock = membership.config, membership.clock
         self._options = options = everywhere[0]
@@ -72,7 +70,7 @@ class PeerServer:
             device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
             for device, staging in self._stagings.items()
         }
-        self._tasks = tasks
+        self._tasks: asyncio.TaskGroup
         self._dispatch: Dispatch
         self._turns: Turns
         self._serving = dict[Block, asyncio.Task[None]]()
@@ -112,22 +110,24 @@ class PeerServer:
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[None]:
-        """Have this peer's port inside, and serve the blocks that are entered. Raises ValueError if it is in use."""
-        for runtime in self._runtimes.values():
-            runtime.start()
-        try:
-            async with self._server(listen) as (self._dispatch, self._turns):
-                try:
-                    yield
-                finally:
-                    await self._end([*self._serving])
-        finally:
-            for block in self.blocks.values():
-                block.stage.end()
-            await asyncio.gather(*(block.settle() for block in self.blocks.values()))
-            await self._membership.channels.close()
+        """Have this peer's port inside, and serve the blocks that are entered. Raises in a group ValueError if the port
+        is in use, and what the blocks' tasks raise."""
+        async with asyncio.TaskGroup() as self._tasks:
             for runtime in self._runtimes.values():
-                runtime.stop(timeout_seconds=2.0)
+                runtime.start()
+            try:
+                async with self._server(listen) as (self._dispatch, self._turns):
+                    try:
+                        yield
+                    finally:
+                        await self._end([*self._serving])
+            finally:
+                for block in self.blocks.values():
+                    block.stage.end()
+                await asyncio.gather(*(block.settle() for block in self.blocks.values()))
+                await self._membership.channels.close()
+                for runtime in self._runtimes.values():
+                    runtime.stop(timeout_seconds=2.0)
 
     async def _serve(self, block: ServedBlock) -> None:
         """Serve a block, which has begun, by a task of its own. Returns once it is served. Raises what

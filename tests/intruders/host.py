@@ -34,7 +34,7 @@ from swarm.stage.boundary import HIDDEN, TOKENS, boundary_of
 from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOLS, Block, PeerRecord
 from tests.support import locked
-from tests.support.chain import cancelled_tasks, eventually
+from tests.support.chain import eventually
 from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
@@ -117,15 +117,14 @@ async def running(
         HopContext(run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock),
         encodings_in=lambda _: boundary_of(config).encodings,
     )  # fmt: skip
-    async with cancelled_tasks() as tasks:
-        server = PeerServer(member, [options], tasks)
-        async with server.serving(HERE):
-            await server.enter({Block(STAGE): options})
-            block = server.blocks[Block(STAGE)]
-            record = block.presence.record()
-            assert record.endpoints == server.announced.endpoints
-            router.update(Block(STAGE), [record])
-            host = Host(config, record, block, server.callers, hop)
-            yield host
-            await host.idles()
-            await channels.close()
+    server = PeerServer(member, [options])
+    async with server.serving(HERE):
+        await server.enter({Block(STAGE): options})
+        block = server.blocks[Block(STAGE)]
+        record = block.presence.record()
+        assert record.endpoints == server.announced.endpoints
+        router.update(Block(STAGE), [record])
+        host = Host(config, record, block, server.callers, hop)
+        yield host
+        await host.idles()
+        await channels.close()

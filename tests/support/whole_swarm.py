@@ -122,7 +122,7 @@ class WholeSwarm:
         async with asyncio.TaskGroup() as tasks:
             await member.known.look(member.directory, blocks)
             tasks.create_task(member.directory.watch(blocks, member.known.update, LOOK_SECONDS))
-            server = PeerServer(member, [options], tasks)
+            server = PeerServer(member, [options])
             peer.servers = server.blocks
             async with server.serving(HERE):
                 await server.enter(dict.fromkeys(served, options))

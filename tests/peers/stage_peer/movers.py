@@ -103,8 +103,6 @@ class LocalPeer:
         """Gets the number of every stage once the peer serves it."""
         self.whole: PeerServer | None = None
         """The server of all blocks that it serves."""
-        self.tasks: asyncio.TaskGroup | None = None
-        """The tasks of `whole`."""
 
     @property
     def server(self) -> ServedBlock | None:
@@ -114,9 +112,10 @@ class LocalPeer:
     @asynccontextmanager
     async def running(self, stage: int, *more: int | Block) -> AsyncIterator["LocalPeer"]:
         """Serve inside the block, at first this stage, or several."""
+        self.whole = PeerServer(self._membership, [self._server_options()])
         mover = Mover(
-            make_server=self.make_server, make_options=self.make_options, rebalancer=self.rebalancer,
-            clock=self.clock, stop=self.stop, listen=HERE,
+            self.whole, make_options=self.make_options, rebalancer=self.rebalancer, clock=self.clock, stop=self.stop,
+            listen=HERE,
             on_serving=lambda span, _: self.served.put_nowait(span[0].stage),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
@@ -170,11 +169,6 @@ class LocalPeer:
             device=torch.device("cpu"), checkpoints=self.writer, events=self.log,
             shelves=Shelves() if self._contents is None else self._contents.shelves,
         )  # fmt: skip
-
-    def make_server(self, tasks: asyncio.TaskGroup) -> PeerServer:
-        self.whole = PeerServer(self._membership, [self._server_options()], tasks)
-        self.tasks = tasks
-        return self.whole
 
 
 def _block(one: int | Block) -> Block:
