@@ -7,7 +7,7 @@ without the block's state, and never moves away from a block that no other peer 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peers.reach.listen import Announced, Listening
@@ -15,7 +15,6 @@ from peers.shared import stopping
 from peers.shared.network import LOOK_SECONDS
 from peers.shared.room import named
 from peers.shared.stopping import leaves
-from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import LAST_DRAIN_SECONDS, LAST_QUIET_SECONDS, LAST_ROUND_SECONDS, PeerServer
@@ -56,19 +55,13 @@ class Move:
         return Move(before=self.after, after=self.before, since=self.since)
 
 
-OptionsFactory = Callable[[Sequence[Block], bool], Awaitable[Mapping[Block, ServerOptions]]]
-"""Makes the options of blocks that a peer begins to serve, once their initial weights are here. The second argument
-says whether the peer comes from other blocks."""
-
-
 class Mover:
     def __init__(
-        self, server: PeerServer, *, make_options: OptionsFactory, rebalancer: Rebalancer, listen: Listening,
-        clock: Clock, stop: asyncio.Event, on_serving: Callable[[Span, Announced], None],
+        self, server: PeerServer, rebalancer: Rebalancer, *, listen: Listening, clock: Clock, stop: asyncio.Event,
+        on_serving: Callable[[Span, Announced], None],
     ) -> None:  # fmt: skip
         """`on_serving` is called whenever the peer serves its blocks, and `stop` is set when it is to leave the run."""
         self._server = server
-        self._make_options = make_options
         self._rebalancer = rebalancer
         self._listen = listen
         self._clock = clock
@@ -119,7 +112,7 @@ class Mover:
         what PeerServer.enter does."""
 
         async def begin() -> bool:
-            await self._server.enter(await self._make_options(blocks, moved))
+            await self._server.enter(blocks, moves=moved)
             return True
 
         async def end() -> None:

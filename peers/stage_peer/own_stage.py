@@ -18,7 +18,6 @@ from peers.stage_peer.resume import ResumeOptions, genesis
 from peers.status.exporter import OwnFigures
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig, Timeline
-from swarm.content.service import Shelves
 from swarm.errors import Fatal
 from swarm.events import Events
 from swarm.interchange.weights import Weights
@@ -59,7 +58,6 @@ class ServerOptions:
     weights: Weights | None = None
     moves: bool = False
     """Whether the peer comes from another stage."""
-    shelves: Shelves = field(default_factory=Shelves)
     prefix: str = ""
     """What lines of the log about this block begin with: the stage, where the process serves several."""
     own_figures: OwnFigures = field(default_factory=OwnFigures)

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,14 +47,13 @@ from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import own_config
-from peers.stage_peer.own_room import dealt, require_blocks, require_room
+from peers.stage_peer.own_room import require_blocks, require_room
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.server import PeerServer
 from peers.status.exporter import OwnFigures, exporting, require_exporter
 from swarm import config as configs
-from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.credentials.identity import Identity
@@ -70,7 +69,7 @@ from swarm.rebalancing.layout import Span
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
 from swarm.rpc.serving import Front
-from swarm.types import Block, RunRecord
+from swarm.types import RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +212,8 @@ def reach_of(start: Start, member: Membership) -> Reach:
 
 
 async def options_for(
-    start: Start, member: Membership, device: torch.device, contents: Contents, own_figures: OwnFigures,
-    incarnation: Incarnation,
-) -> ServerOptions:  # fmt: skip
+    start: Start, member: Membership, device: torch.device, own_figures: OwnFigures, incarnation: Incarnation
+) -> ServerOptions:
     """The options of all stages on a device, as far as they do not depend on the stage. Compiling may be tried."""
     options = start.options
     compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, device)
@@ -223,21 +221,8 @@ async def options_for(
         given=options, device=device, checkpoints=start.checkpoints, events=start.events, compiles=compiles,
         recorder=None if options.compile == "off" else recorder_of(device),
         peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
-        own_figures=own_figures, incarnation=incarnation, shelves=contents.shelves,
+        own_figures=own_figures, incarnation=incarnation,
     )  # fmt: skip
-
-
-async def options_of(
-    start: Start, contents: Contents, blocks: Mapping[Block, ServerOptions], *, moved: bool
-) -> dict[Block, ServerOptions]:
-    """The options of blocks, made of those of their devices, once their initial weights are here."""
-    resumes = start.options.resume is not None and bool(file.names(start.options.resume))
-    own = {}
-    for block, options in blocks.items():
-        weights = await contents.initial_weights(block, resumes=resumes)
-        prefix = f"stage {block}: " if len(blocks) > 1 or start.options.rebalance_seconds > 0 else ""
-        own[block] = dataclasses.replace(options, prefix=prefix, weights=weights, moves=moved)
-    return own
 
 
 async def serve(start: Start, own_figures: OwnFigures) -> None:
@@ -257,10 +242,6 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         arrival.serves(blocks, announced)
         page.begin()
 
-    async def make_options(blocks: Sequence[Block], moved: bool) -> dict[Block, ServerOptions]:
-        on = (everywhere[number] for number in dealt(member.config, blocks, len(everywhere)))
-        return await options_of(start, contents, dict(zip(blocks, on, strict=True)), moved=moved)
-
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
         announcing = published(member.directory, member.peer_id, member.config, clock).keep()
@@ -273,9 +254,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             checkpoints=options.resume, spans=room.spans, starts_over=options.start_over,
         )  # fmt: skip
         await say_what_is_wrong(options, member, room)
-        everywhere = [
-            await options_for(start, member, one, contents, own_figures, incarnation) for one in start.devices
-        ]
+        everywhere = [await options_for(start, member, one, own_figures, incarnation) for one in start.devices]
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()
@@ -290,11 +269,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         begin(start.events, options.events, said)
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
-        mover = Mover(
-            PeerServer(member, everywhere), make_options=make_options, rebalancer=rebalancer, listen=reach,
-            clock=clock, stop=stop, on_serving=serves,
-        )  # fmt: skip
-        await mover.run(span)
+        server = PeerServer(member, everywhere, contents)
+        await Mover(server, rebalancer, listen=reach, clock=clock, stop=stop, on_serving=serves).run(span)
         for task in background:
             task.cancel()
     await member.channels.close()

@@ -17,11 +17,14 @@ import grpc
 from peers.reach.listen import Announced, Listening
 from peers.shared import stopping
 from peers.shared.network import Membership
+from peers.stage_peer.contents import Contents
 from peers.stage_peer.own_process import OwnProcess
+from peers.stage_peer.own_room import dealt
 from peers.stage_peer.own_stage import ServerOptions, own_backends
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.services import add_services_of
+from swarm.checkpoint import file
 from swarm.config import WireConfig
 from swarm.errors import Fatal, SwarmError
 from swarm.events import Leave
@@ -50,21 +53,22 @@ FAREWELL_SECONDS of shared/stopping.py and below the stop_grace_period of compos
 
 
 class PeerServer:
-    def __init__(self, membership: Membership, everywhere: Sequence[ServerOptions]) -> None:
-        """`everywhere` are the options of each device, as far as they do not depend on the block."""
+    def __init__(self, membership: Membership, everywhere: Sequence[ServerOptions], contents: Contents) -> None:
+        """`everywhere` are the options of each device, as far as they do not depend on the block. `contents` has the
+        initial weights of blocks, and what is given to others."""
         config, clock = membership.config, membership.clock
-        self._options = options = everywhere[0]
+        self._everywhere, self._options, self._contents = everywhere, everywhere[0], contents
         channels = ChannelPool(
             insecure=membership.channels.is_insecure, identity=membership.identity, clock=clock,
             points=membership.channels.points,
         )  # fmt: skip
         self._membership = membership = dataclasses.replace(membership, channels=channels)
-        given = options.given.max_in_flight
+        given = self._options.given.max_in_flight
         self._limits = StageLimits(
             max_in_flight=given or config.stages.num_stages + 2, largest_in_flight=given or LARGEST_NUM_SLOTS
         )
         self.callers = Callers(clock)
-        self._process = OwnProcess(membership, options, self.callers)
+        self._process = OwnProcess(membership, self._options, self.callers)
         self._stagings = {own.device: staging_of(own.device) for own in everywhere}
         self._runtimes = {
             device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
@@ -175,7 +179,7 @@ class PeerServer:
             process.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
             turns = Turns(clock, is_training=process.is_busy)
             server.add_generic_rpc_handlers((dispatch,))
-            add_services_of(process, self._membership, self._options, turns, server)
+            add_services_of(process, self._membership, self._contents.shelves, turns, server)
             await process.tell_health()
             try:
                 await start_server(server)
@@ -188,21 +192,20 @@ class PeerServer:
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
-    async def enter(self, blocks: Mapping[Block, ServerOptions]) -> None:
+    async def enter(self, blocks: Sequence[Block], *, moves: bool = False) -> None:
         """Get the states of these blocks, one after another, and serve them too. If one of them cannot be served, the
-        peer first leaves those that it serves already, and then serves none of them. Raises what require_weights,
-        own_backends, OwnState.begin and ServedBlock.serving do."""
-        timeline = self._membership.timeline
+        peer first leaves those that it serves already, and then serves none of them. Raises what
+        Contents.initial_weights, require_weights, own_backends, OwnState.begin and ServedBlock.serving do."""
+        timeline, own = self._membership.timeline, await self._options_of(blocks, moves=moves)
         if timeline.config.lora.is_on:
             # The state that is downloaded from peers of the stage does not include frozen base weights.
-            for block, own in blocks.items():
-                require_weights(timeline.config, block, own.resume)
-        blocks = {block: dataclasses.replace(own, events=own.events.of(block)) for block, own in blocks.items()}
+            for block, options in own.items():
+                require_weights(timeline.config, block, options.resume)
         budgets = [block.stage.context.backend.budget for block in self.blocks.values()]
         try:
             # Making models takes a while, in which the other blocks compute and average.
-            backends = await asyncio.to_thread(own_backends, timeline, blocks, self._stagings, budgets)
-            self.blocks |= self._made(blocks, backends)
+            backends = await asyncio.to_thread(own_backends, timeline, own, self._stagings, budgets)
+            self.blocks |= self._made(own, backends)
             del backends
             self._has_changed()
             for block in blocks:
@@ -214,6 +217,19 @@ class PeerServer:
             await self.remove(blocks)
             raise
         self._has_changed()
+
+    async def _options_of(self, blocks: Sequence[Block], *, moves: bool) -> dict[Block, ServerOptions]:
+        """The options of blocks, made of those of their devices, once their initial weights are here."""
+        given, numbers = self._options.given, dealt(self._membership.config, blocks, len(self._everywhere))
+        resumes, own = given.resume is not None and bool(file.names(given.resume)), dict[Block, ServerOptions]()
+        for block, number in zip(blocks, numbers, strict=True):
+            weights = await self._contents.initial_weights(block, resumes=resumes)
+            prefix = f"stage {block}: " if len(blocks) > 1 or given.rebalance_seconds > 0 else ""
+            own[block] = dataclasses.replace(
+                self._everywhere[number], prefix=prefix, weights=weights, moves=moves,
+                events=self._options.events.of(block),
+            )  # fmt: skip
+        return own
 
     async def remove(self, blocks: Collection[Block]) -> None:
         """Serve these blocks no longer, and give back the memory that they take."""

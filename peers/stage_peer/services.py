@@ -11,7 +11,7 @@ from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
-from swarm.content.service import ContentServicer
+from swarm.content.service import ContentServicer, Shelves
 from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
 from swarm.pipeline.lease_service import LeaseServicer
@@ -51,7 +51,7 @@ def block_handlers(
 
 
 def add_services_of(
-    process: OwnProcess, membership: Membership, options: ServerOptions, turns: Turns, server: grpc.aio.Server
+    process: OwnProcess, membership: Membership, shelves: Shelves, turns: Turns, server: grpc.aio.Server
 ) -> None:
     """Add what belongs to no block."""
     config, clock = membership.config, membership.clock
@@ -61,9 +61,7 @@ def add_services_of(
         clock=clock,
         dht_addresses=lambda: process.announced.dht_addresses,
     )
-    content = ContentServicer(
-        config.run_id, options.shelves, is_exchanging=process.is_exchanging, clock=clock, turns=turns
-    )
+    content = ContentServicer(config.run_id, shelves, is_exchanging=process.is_exchanging, clock=clock, turns=turns)
     add_DirectoryServiceServicer_to_server(directory, server)
     add_ContentServiceServicer_to_server(content, server)
     add_MeetingServiceServicer_to_server(process.meeting_point, server)

@@ -8,11 +8,13 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import grpc
 import torch
 
 from peers.shared.network import Membership
+from peers.stage_peer.contents import Contents
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.served_block import ServedBlock
@@ -117,9 +119,9 @@ async def running(
         HopContext(run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock),
         encodings_in=lambda _: boundary_of(config).encodings,
     )  # fmt: skip
-    server = PeerServer(member, [options])
+    server = PeerServer(member, [options], Contents(member, None, Path(), checkpoints=None))
     async with server.serving(HERE):
-        await server.enter({Block(STAGE): options})
+        await server.enter([Block(STAGE)])
         block = server.blocks[Block(STAGE)]
         record = block.presence.record()
         assert record.endpoints == server.announced.endpoints

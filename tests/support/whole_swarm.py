@@ -17,6 +17,7 @@ import torch
 
 from peers.shared.event_file import start_of
 from peers.shared.network import KnownPeers, Membership
+from peers.stage_peer.contents import Contents
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.served_block import ServedBlock
@@ -122,10 +123,10 @@ class WholeSwarm:
         async with asyncio.TaskGroup() as tasks:
             await member.known.look(member.directory, blocks)
             tasks.create_task(member.directory.watch(blocks, member.known.update, LOOK_SECONDS))
-            server = PeerServer(member, [options])
+            server = PeerServer(member, [options], Contents(member, None, self.folder, checkpoints=None))
             peer.servers = server.blocks
             async with server.serving(HERE):
-                await server.enter(dict.fromkeys(served, options))
+                await server.enter(served)
                 serving.set_result(None)
                 await asyncio.Event().wait()
 

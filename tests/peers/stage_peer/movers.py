@@ -1,7 +1,6 @@
 """Stage peers in one process, with real servers and weights and a DHT in memory. They move when a test says so."""
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -19,11 +18,9 @@ from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
-from swarm.checkpoint import file
 from swarm.checkpoint.keeping import Keeping
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
-from swarm.content.service import Shelves
 from swarm.credentials.identity import generate
 from swarm.events import Event, Events, Leave
 from swarm.hop.answers import HopListener, HopReply
@@ -90,7 +87,7 @@ class LocalPeer:
         self.clock = SystemClock()
         self._membership = Membership.enter(config, store, self.identity, self.clock, insecure=True)
         self.directory, self.known = self._membership.directory, self._membership.known
-        self._contents = Contents(self._membership, model, cache, checkpoints=None) if cache is not None else None
+        self._contents = Contents(self._membership, model, cache or resume, checkpoints=None)
         self._resume = resume
         self.writer = CheckpointWriter(checkpoints, Keeping(every=100), owner=self.peer_id) if checkpoints else None
         claim = Claim(self._membership, "local")
@@ -112,10 +109,13 @@ class LocalPeer:
     @asynccontextmanager
     async def running(self, stage: int, *more: int | Block) -> AsyncIterator["LocalPeer"]:
         """Serve inside the block, at first this stage, or several."""
-        self.whole = PeerServer(self._membership, [self._server_options()])
+        given = PeerOptions(
+            preset="tiny", stage="auto", name="local", max_in_flight=4, graph_memory_mib=1, resume=self._resume
+        )
+        options = ServerOptions(given=given, device=torch.device("cpu"), checkpoints=self.writer, events=self.log)
+        self.whole = PeerServer(self._membership, [options], self._contents)
         mover = Mover(
-            self.whole, make_options=self.make_options, rebalancer=self.rebalancer, clock=self.clock, stop=self.stop,
-            listen=HERE,
+            self.whole, self.rebalancer, clock=self.clock, stop=self.stop, listen=HERE,
             on_serving=lambda span, _: self.served.put_nowait(span[0].stage),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
@@ -151,24 +151,6 @@ class LocalPeer:
         assert self.server is not None
         snapshot = await self.server.member.snapshot()
         return snapshot.round, dict(snapshot.tensors)
-
-    async def make_options(self, blocks: Sequence[Block], moved: bool) -> dict[Block, ServerOptions]:
-        return {block: await self._options(block, moved=moved) for block in blocks}
-
-    async def _options(self, block: Block, *, moved: bool) -> ServerOptions:
-        weights = None
-        if self._contents is not None:
-            weights = await self._contents.initial_weights(block, resumes=bool(file.names(self._resume)))
-        return dataclasses.replace(self._server_options(), weights=weights, moves=moved)
-
-    def _server_options(self) -> ServerOptions:
-        return ServerOptions(
-            given=PeerOptions(
-                preset="tiny", stage="auto", name="local", max_in_flight=4, graph_memory_mib=1, resume=self._resume
-            ),
-            device=torch.device("cpu"), checkpoints=self.writer, events=self.log,
-            shelves=Shelves() if self._contents is None else self._contents.shelves,
-        )  # fmt: skip
 
 
 def _block(one: int | Block) -> Block:
