@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import gc
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -36,7 +36,6 @@ from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 from swarm.rpc.transfers import Turns
 from swarm.stage.admission import LARGEST_NUM_SLOTS
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import request_specs
 from swarm.stage.call import max_kept_bytes
 from swarm.stage.context import StageLimits
@@ -84,17 +83,6 @@ class PeerServer:
     @property
     def announced(self) -> Announced:
         return self._process.announced
-
-    def _made(
-        self, blocks: Mapping[Block, ServerOptions], backends: Mapping[Block, StageBackend]
-    ) -> dict[Block, ServedBlock]:
-        return {
-            block: ServedBlock(
-                self._membership, block, backends[block], self._runtimes[own.device], self._tasks, own, self._limits,
-                self._process,
-            )
-            for block, own in blocks.items()
-        }  # fmt: skip
 
     def _has_changed(self) -> None:
         most = max(self._limits.max_in_flight, self._limits.largest_in_flight)
@@ -205,8 +193,11 @@ class PeerServer:
         try:
             # Making models takes a while, in which the other blocks compute and average.
             backends = await asyncio.to_thread(own_backends, timeline, own, self._stagings, budgets)
-            self.blocks |= self._made(own, backends)
-            del backends
+            for block, options in own.items():
+                self.blocks[block] = ServedBlock(
+                    self._membership, block, backends.pop(block), self._runtimes[options.device], self._tasks, options,
+                    self._limits, self._process,
+                )  # fmt: skip
             self._has_changed()
             for block in blocks:
                 await self.blocks[block].begin()
