@@ -63,12 +63,18 @@ class OwnDashboard:
     async def run(self) -> None:
         """Show the page, if it has a port, from when the peer serves until this is cancelled. If the page's process
         ends, log a warning and go on."""
-        if self._options.dashboard_port is None:
+        given = self._options
+        if given.dashboard_port is None:
             return
+        options = DashboardOptions(
+            peer=(str(self._entry),), host=given.dashboard_host, port=given.dashboard_port, insecure=given.insecure,
+            # Each page has a folder for its history, because several peers of one machine may have pages.
+            history=cache_folder() / "dashboard" / self._entry.peer_id, embed=True,
+        )  # fmt: skip
         await self._serves.wait()
         token = {} if self._token is None else {VARIABLE: str(self._token)}
         page = await asyncio.create_subprocess_exec(
-            *("nice", "-n", str(NICENESS), *command_line("dashboard", cli.arguments(self._page_options()))),
+            *("nice", "-n", str(NICENESS), *command_line("dashboard", cli.arguments(options))),
             stdin=asyncio.subprocess.PIPE,
             env={**os.environ, **token},
             # The page's process does not get the terminal's Ctrl-C: the peer goes on serving for a while, and is shown
@@ -86,16 +92,3 @@ class OwnDashboard:
             if page.returncode is None:
                 page.kill()
                 await page.wait()
-
-    def _page_options(self) -> DashboardOptions:
-        options = self._options
-        assert options.dashboard_port is not None
-        return DashboardOptions(
-            peer=(str(self._entry),),
-            host=options.dashboard_host,
-            port=options.dashboard_port,
-            # Each page has a folder for its history, because several peers of one machine may have pages.
-            history=cache_folder() / "dashboard" / self._entry.peer_id,
-            insecure=options.insecure,
-            embed=True,
-        )

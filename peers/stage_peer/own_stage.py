@@ -85,7 +85,7 @@ def own_backends(
     for device, staging in stagings.items():
         there = {block: options for block, options in blocks.items() if options.device == device}
         backends |= _backends_on(timeline, device, staging, there, beside) if there else {}
-    return {block: backends[block] for block in blocks}
+    return backends
 
 
 def _backends_on(
