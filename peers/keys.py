@@ -164,16 +164,6 @@ def show(options: ShowOptions) -> None:
     print(f"  {state} {expires:%Y-%m-%d %H:%M} UTC")
 
 
-def amend(options: AmendOptions) -> None:
-    """Sign an amendment, and have the run's peers hear of it."""
-    run_loop(_amend(options))
-
-
-def tokens(options: TokensOptions) -> None:
-    """List the tokens with which a run's processes have joined."""
-    run_loop(_list_tokens(options))
-
-
 @asynccontextmanager
 async def _entered(options: TokensOptions | AmendOptions) -> AsyncIterator[tuple[OwnerKey, Membership]]:
     """The owner, in the run of an invite, with a token that is made for that."""
@@ -184,7 +174,8 @@ async def _entered(options: TokensOptions | AmendOptions) -> AsyncIterator[tuple
         yield owner, member
 
 
-async def _list_tokens(options: TokensOptions) -> None:
+async def tokens(options: TokensOptions) -> None:
+    """List the tokens with which a run's processes have joined."""
     async with _entered(options) as (_, member):
         print("\n".join(map(str, await tokens_of(member))) or "no process of the run is listed")
 
@@ -200,7 +191,8 @@ async def _revocation(member: Membership, owner: OwnerKey, tokens: Sequence[str]
     return f"revoked={json.dumps(sorted(revoked))}"
 
 
-async def _amend(options: AmendOptions) -> None:
+async def amend(options: AmendOptions) -> None:
+    """Sign an amendment, and have the run's peers hear of it."""
     async with _entered(options) as (owner, member):
         clock, timeline, settings = member.clock, member.timeline, list(options.set)
         if options.revoke:
@@ -291,6 +283,6 @@ _COMMANDS: dict[str, Command] = {
     "new": (NewOptions, new),
     "issue": (IssueOptions, issue),
     "show": (ShowOptions, show),
-    "tokens": (TokensOptions, tokens),
-    "amend": (AmendOptions, amend),
+    "tokens": (TokensOptions, lambda options: run_loop(tokens(options))),
+    "amend": (AmendOptions, lambda options: run_loop(amend(options))),
 }
