@@ -6,6 +6,7 @@ announced, and more than one has a peer that answers, the user has to choose.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import re
