@@ -11,7 +11,6 @@ trained columns of the residual stream (D, or model.bottleneck_dim), C its other
 import functools
 import math
 from collections.abc import Sequence
-from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -45,52 +44,30 @@ def draw(parameter: Tensor, bound: float, seed: int, name: str) -> None:
     parameter.sub_(0.5).mul_(2 * bound)
 
 
-class SwiGLU(nn.Module):
-    """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+class FeedForward(nn.Module):
+    """The feed-forward block: down(silu(gate(x)) * up(x)) (arXiv 2002.05202), or without a gate down(gelu(up(x))), with
+    the tanh approximation of GELU (arXiv 1606.08415, section 2).
+
+    The matrices are named gate (where `model.is_gated`), up and down: shards.py, stages.py and config/lora.py go by
+    these names.
+    """
 
     def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None, *, fused: bool) -> None:
+        """`fused`: see functions.py."""
         super().__init__()
         self.fused = fused
-        self.gate = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.down = WritingProjection(
-            model.feed_forward_width, output_width, bias=model.feed_forward_bias, shards=shards
-        )
+        width, bias = model.feed_forward_width, model.feed_forward_bias
+        self.gate = Projection(model.d_model, width, bias=bias) if model.is_gated else None
+        self.up = Projection(model.d_model, width, bias=bias)
+        self.down = WritingProjection(width, output_width, bias=bias, shards=shards)
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
-        wide_BTF = swiglu(self.gate(hidden_BTD, key), self.up(hidden_BTD, key), fused=self.fused)
+        if self.gate is None:
+            wide_BTF = F.gelu(self.up(hidden_BTD, key), approximate="tanh")
+        else:
+            wide_BTF = swiglu(self.gate(hidden_BTD, key), self.up(hidden_BTD, key), fused=self.fused)
         output_BTR: Tensor = self.down(wide_BTF, key)
         return output_BTR
-
-
-class GELU(nn.Module):
-    """Plain feed-forward: down(gelu(up(x))), with the tanh approximation of GELU (arXiv 1606.08415, section 2)."""
-
-    def __init__(self, model: ModelConfig, output_width: int, shards: Shards | None) -> None:
-        super().__init__()
-        self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.down = WritingProjection(
-            model.feed_forward_width, output_width, bias=model.feed_forward_bias, shards=shards
-        )
-
-    def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
-        output_BTR: Tensor = self.down(F.gelu(self.up(hidden_BTD, key), approximate="tanh"), key)
-        return output_BTR
-
-
-def make_feed_forward(model: ModelConfig, output_width: int, shards: Shards | None, *, fused: bool) -> SwiGLU | GELU:
-    """A feed-forward block of the model's kind. `fused`: see functions.py.
-
-    A block's matrices are named gate (where `model.is_gated`), up and down: shards.py, stages.py and config/lora.py go
-    by these names.
-    """
-    match model.feed_forward:
-        case "swiglu":
-            return SwiGLU(model, output_width, shards, fused=fused)
-        case "gelu":
-            return GELU(model, output_width, shards)
-        case other:
-            assert_never(other)
 
 
 class TransformerLayer(nn.Module):
@@ -125,7 +102,7 @@ class TransformerLayer(nn.Module):
         self.attention = CausalSelfAttention(model, width, shards, fused=fused)
         self.attention_dropout = Dropout(model.dropout, f"{self.site}.attention")
         self.feed_forward_norm = make_norm(model, model.d_model, fused=fused)
-        self.feed_forward = make_feed_forward(model, width, shards, fused=fused)
+        self.feed_forward = FeedForward(model, width, shards, fused=fused)
         self.feed_forward_dropout = Dropout(model.dropout, f"{self.site}.feed_forward")
         self.decoder = nn.Linear(model.d_model, model.d_model, bias=False) if decodes else None
         self.num_dropped = model.d_model - model.bottleneck_dim if model.bottleneck == "anchored" else 0
