@@ -17,7 +17,7 @@ from swarm.config import RunConfig
 from swarm.model import adapters, custom_class
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
-from swarm.model.layers import draw
+from swarm.model.layers import FixedColumns, draw
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.projection import Projection
@@ -81,31 +81,26 @@ def build_stage(
     stage, layers = block.stage, layer_ranges(config)[block.stage]
     if not config.classes[block]:
         fused = fuses(device) if fused is None else fused
-        if weights is not None or config.lora.is_on:
-            return filled(lambda: StageModule(config, stage, layers, fused=fused), config, weights).to(device)
-        built_in = StageModule(config, stage, layers, fused=fused)
-        initialise(built_in, config)
-        return built_in.to(device)
+        return filled(lambda: StageModule(config, stage, layers, fused=fused), config, weights).to(device)
     made = custom_class.imported(config, block)
     with custom_class.blamed(config, block, "cannot be made for"):
         module = made(config, stage, layers)
-        _set_own_initial_weights(module, config)
+        initialise(module, config)
     module = module.to(device)
     with torch.no_grad():
         custom_class.try_out(module, config, block, device)
     return module
 
 
-@torch.no_grad()
 def initialise(module: nn.Module, config: RunConfig) -> None:
-    """Set every parameter (on the CPU) to values that follow from the run's seed and the parameter's name.
-
-    Biases, and the matrices of bottlenecks that _BOTTLENECK names, are 0, and other vectors 1. Other matrices are
-    random with standard deviation `model.init_std`, which is divided by sqrt(2 * num_layers) if they project into the
-    residual stream.
-    """
-    for name, parameter in module.named_parameters():
-        _set_initial(name, parameter, config)
+    """Give a module of the user's own class, on the CPU, its initial weights."""
+    init_parameters = getattr(module, "init_parameters", None)
+    if init_parameters is not None:
+        init_parameters(config.data.seed)
+        return
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            _set_initial(name, parameter, config)
 
 
 @torch.no_grad()
@@ -120,6 +115,12 @@ def drawn(name: str, shape: Sequence[int], config: RunConfig) -> Tensor:
 
 
 def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
+    """Set a parameter (on the CPU) to values that follow from the run's seed and the parameter's name.
+
+    Biases, and the matrices of bottlenecks that _BOTTLENECK names, are 0, and other vectors 1. Other matrices are
+    random with standard deviation `model.init_std`, which is divided by sqrt(2 * num_layers) if they project into the
+    residual stream.
+    """
     if parameter.ndim < 2:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return
@@ -130,18 +131,13 @@ def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
     draw(parameter, math.sqrt(3) * config.model.init_std / depth_scale, config.data.seed, name)
 
 
-def _set_own_initial_weights(module: nn.Module, config: RunConfig) -> None:
-    init_parameters = getattr(module, "init_parameters", None)
-    if init_parameters is None:
-        initialise(module, config)
-    else:
-        init_parameters(config.data.seed)
-
-
 def filled(make: Callable[[], _Module], config: RunConfig, weights: Mapping[str, Tensor] | None) -> _Module:
-    """Make a module, and give it weights and the run's adapters. Takes no more memory than is held in the end."""
+    """Make a module, and give it weights, or draw them, and the run's adapters. Takes no more memory than is held in
+    the end."""
     with torch.device("meta"):
         module = make()
+    if module.fixed_columns is not None:
+        module.fixed_columns = FixedColumns(config.model, config.data.seed)
     held = dict[str, Tensor]()
     in_4_bits = {f"{name}.weight": each for name, each in module.named_modules() if isinstance(each, Projection)}
     for name, parameter in list(module.named_parameters()):
@@ -168,11 +164,10 @@ def parameter_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
 
 
 def trained_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
-    if not config.lora.is_on:
-        return parameter_shapes(config, stage)
     with torch.device("meta"):
         module = StageModule(config, stage, layer_ranges(config)[stage])
-        adapters.adapt(module, config)
+        if config.lora.is_on:
+            adapters.adapt(module, config)
     return {name: parameter.shape for name, parameter in trained_parameters(module).items()}
 
 
@@ -210,8 +205,4 @@ def build_transformer(config: RunConfig, *, device: torch.device | str) -> Trans
         raise ValueError(
             "there is no built-in reference for model.custom_class: use stages.num_stages = 1 and build_stage"
         )
-    if config.lora.is_on:
-        return filled(lambda: Transformer(config), config, None).to(device)
-    model = Transformer(config)
-    initialise(model, config)
-    return model.to(device)
+    return filled(lambda: Transformer(config), config, None).to(device)
