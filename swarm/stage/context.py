@@ -21,7 +21,6 @@ from swarm.stage.computation import Computation
 from swarm.stage.ledger import Ledger
 from swarm.stage.runtime import Runtime
 from swarm.stage.weights import StageWeights
-from swarm.training.sketches import Witnessed
 from swarm.types import Block
 
 Result = TypeVar("Result")
@@ -125,7 +124,6 @@ class Records:
     that check it. Their computations are not kept."""
     disproved: dict[str, str] = field(default_factory=dict)
     """The peers of the block whose answers this peer has computed again and found wrong, and what was wrong."""
-    witnessed: Witnessed = field(default_factory=Witnessed)
     seconds_per_sample: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
     """The compute thread's time for one sample, forward and backward."""
 

@@ -117,7 +117,7 @@ class StageMember:
         if (sketch := self._weights.sketch) is None:
             return None
         found = {index: self._stage.ledger.find(index) for index in committed}
-        signed = self._stage.context.records.witnessed.of(sketch)
+        signed = self._weights.round.signed
         own = {index: entry.computation.sketch for index, entry in found.items() if entry and entry.computation}
         own |= {index: each for index, each in signed.get("", {}).items() if index in own}
         config = self._stage.context.config_in(self._stage.round)

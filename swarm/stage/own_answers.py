@@ -54,12 +54,7 @@ class OwnAnswers:
     @property
     def _own(self) -> dict[int, torch.Tensor]:
         """What this peer has signed in this round."""
-        return self.signed.setdefault("", {})
-
-    @property
-    def signed(self) -> dict[str, dict[int, torch.Tensor]]:
-        """By peer, what those of the block have signed in this round; this one's own is under an empty id."""
-        return self._stage.context.records.witnessed.of(self._stage.context.backend.weights.sketch)
+        return self._stage.context.backend.weights.round.signed.setdefault("", {})
 
     @property
     def place(self) -> tuple[str, str, str]:

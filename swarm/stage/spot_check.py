@@ -149,7 +149,7 @@ class SpotCheck:
         if self._backend.weights.sketch is None:
             return
         present, indices = self._stage.round, self._stage.context.indices
-        place, signed = self.own.place, self.own.signed
+        place, signed = self.own.place, self._backend.weights.round.signed
         few = [each for each in request.statements[:MOST_SIGNED] if each.ByteSize() <= LONGEST_STATEMENT]
         statements = [Statement.read(each) for each in few]
         signers = await asyncio.to_thread(lambda: [each.signer(place) for each in statements])

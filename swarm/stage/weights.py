@@ -6,7 +6,7 @@ only into the masters, and microbatches compute with an immutable copy of them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
@@ -45,6 +45,8 @@ class Round:
         tally: what peers have given to the rounds before it.
         closed: whether a contribution was handed out. Until the round commits or is reopened, few inner steps are
             taken, or none.
+        signed: by peer of the block and microbatch, the sketches that it has signed in the round. This peer's own are
+            under an empty id; of others those that senders have passed on.
     """
 
     number: int = 0
@@ -54,6 +56,7 @@ class Round:
     lineage: str = ""
     tally: Tally = EMPTY
     closed: bool = False
+    signed: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
 
 
 class StageWeights(ABC):

@@ -17,7 +17,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -203,21 +203,6 @@ def _unpacked(data: bytes) -> torch.Tensor:
 
 Sketches = Mapping[int, torch.Tensor]
 """By microbatch."""
-
-
-@dataclass(eq=False)
-class Witnessed:
-    """The sketches that peers of a block have signed in the present round, this one among them (under an empty id): of
-    others those that senders have passed on."""
-
-    _sketch: Sketch | None = None
-    _signed: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
-
-    def of(self, sketch: Sketch | None) -> dict[str, dict[int, torch.Tensor]]:
-        """Those of a round, by peer and microbatch. Those of any other round are forgotten."""
-        if self._sketch is not sketch:
-            self._sketch, self._signed = sketch, {}
-        return self._signed
 
 
 # -- what is contributed -----------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from swarm.training.sketches import (
     Sketched,
     Stated,
     Statement,
-    Witnessed,
     share_of_difference,
 )
 
@@ -105,15 +104,6 @@ def test_a_statement_holds_for_what_it_says_alone() -> None:
     assert {each.signer(PLACE) for each in changed} == {""}
     with pytest.raises(ValueError, match="multiple"):
         assert made._replace(sketch=b"abc").sketch_N is None
-
-
-def test_what_was_signed_in_another_round_is_forgotten() -> None:
-    witnessed, other = Witnessed(), Sketch(gradient(0), "another")
-    witnessed.of(SKETCH)["ann"] = {4: OWN[4]}
-    seen = witnessed.of(SKETCH)
-    witnessed.of(SKETCH)["ann"][5] = OWN[5]
-    assert list(seen["ann"]) == [4, 5], "what is to come is seen"
-    assert witnessed.of(other) == {} == witnessed.of(SKETCH)
 
 
 # -- what is contributed -----------------------------------------------------------------------------------------------

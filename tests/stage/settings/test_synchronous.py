@@ -73,6 +73,17 @@ def test_a_round_is_stepped_under_the_amendments_of_its_result() -> None:
         learn(amended, 3, "another")
 
 
+def test_what_was_signed_in_a_round_is_forgotten_after_it() -> None:
+    weights = weights_in("synchronous")
+    weights.round.signed["ann"] = {4: torch.ones(1)}
+    accumulate(weights, 0)
+    contribution = weights.contribute().tensors
+    weights.reopen()
+    assert list(weights.round.signed) == ["ann"]
+    end_round(weights, contribution)
+    assert weights.round.signed == {}
+
+
 def test_a_round_is_sketched_unless_one_peer_alone_made_the_last_one() -> None:
     weights = weights_in("synchronous")
     found = [weights.sketch is not None]
