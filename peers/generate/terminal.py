@@ -4,11 +4,9 @@ In a conversation a line of the terminal, or of a pipe, is a message. Ctrl-C end
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -17,6 +15,7 @@ from peers.shared import stopping
 from peers.shared.process import EXIT_FAILURE, EXIT_TERMINATED
 from swarm.errors import SwarmError
 from swarm.generation.text_model import TextModel
+from swarm.machine.background import begun
 from swarm.machine.words import counted, printable
 
 Result = TypeVar("Result")
@@ -96,24 +95,8 @@ class Keyboard:
         self._interrupt.set()
 
     async def _next_line(self) -> str | None:
-        loop = asyncio.get_running_loop()
-        read = loop.create_future()
-
-        def tell(line: str | None) -> None:
-            if not read.done():
-                read.set_result(line)
-
-        def wait_for_line() -> None:
-            line = self._read_line()
-            # The loop may have ended meanwhile.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(tell, line)
-
-        # The thread may wait for ever. It is a daemon thread, because the threads of the loop's executor would keep the
-        # process from ending.
-        threading.Thread(target=wait_for_line, daemon=True).start()
-        line: str | None = await read
-        return line
+        # The thread may wait for ever.
+        return await asyncio.wrap_future(begun(self._read_line, "keyboard"))
 
     def _read_line(self) -> str | None:
         """Read the next line; blocks. This reads the descriptor, because a process cannot end while a thread holds the
