@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def treat(work: Work, groups: Sequence[Sequence[torch.Tensor]], *, together: boo
         return
     for batch in _batches(piece for group in groups for piece in _cut(group)):
         columns = [list(column) for column in zip(*batch, strict=True)]
-        work(_Lists, [torch.empty_like(piece) for piece in columns[0]], *columns)
+        work(_LISTS, [torch.empty_like(piece) for piece in columns[0]], *columns)
 
 
 def treat_rows(work: Work, group: Sequence[torch.Tensor]) -> None:
@@ -46,30 +47,18 @@ def treat_rows(work: Work, group: Sequence[torch.Tensor]) -> None:
         work(torch, torch.empty_like(piece[0]), *piece)
 
 
-class _Lists:
-    @staticmethod
-    def add(left: Any, right: Any, out: Any) -> None:
-        _store(torch._foreach_add(left, right), out)
+def _stored(operation: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., None]:
+    def store(*operands: Any, out: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(out, operation(*operands))
 
-    @staticmethod
-    def subtract(left: Any, right: Any, out: Any) -> None:
-        _store(torch._foreach_sub(left, right), out)
-
-    @staticmethod
-    def multiply(left: Any, right: Any, out: Any) -> None:
-        _store(torch._foreach_mul(left, right), out)
-
-    @staticmethod
-    def divide(left: Any, right: Any, out: Any) -> None:
-        _store(torch._foreach_div(left, right), out)
-
-    @staticmethod
-    def sqrt(values: Any, out: Any) -> None:
-        _store(torch._foreach_sqrt(values), out)
+    return store
 
 
-def _store(results: tuple[torch.Tensor, ...] | list[torch.Tensor], out: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(out, results)
+_LISTS = SimpleNamespace(
+    add=_stored(torch._foreach_add), subtract=_stored(torch._foreach_sub), multiply=_stored(torch._foreach_mul),
+    divide=_stored(torch._foreach_div), sqrt=_stored(torch._foreach_sqrt),
+)  # fmt: skip
+"""numpy's functions of these names, for lists of tensors."""
 
 
 def _cut(group: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
