@@ -22,7 +22,7 @@ from peers.static.workers import Shape, Workers
 from swarm.compression import buffers
 from swarm.compression.buffers import Buffer
 from swarm.compression.codec import contribution_codec, result_codec
-from swarm.compression.feedback import ErrorFeedback, Residual
+from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.loss import NO_TARGET
@@ -208,7 +208,7 @@ class CompressedAverage:
     def _gather(self, vector_D: torch.Tensor) -> torch.Tensor:
         encoded = self._codec.encode(vector_D)
         contributions = [self._codec.decode(other, len(vector_D)) for other in self._all_of(encoded)]
-        self._keep(vector_D - contributions[self._place], slice(0, 0), None)
+        self._keep(vector_D - contributions[self._place])
         return torch.stack(contributions).sum(dim=0) / self._num_workers
 
     def _butterfly(self, vector_D: torch.Tensor) -> torch.Tensor:
@@ -223,12 +223,12 @@ class CompressedAverage:
         if (owed_P := self._feedback.owed(own)) is not None:
             sum_P += owed_P
         result = self._result_codec.encode(sum_P)
-        self._keep(residual_D, own, sum_P - self._result_codec.decode(result, length))
+        self._keep(residual_D, Owed(own, sum_P - self._result_codec.decode(result, length)))
         return torch.cat([self._result_codec.decode(part, length) for part in self._all_of(result)])
 
-    def _keep(self, residual_D: torch.Tensor, part: slice, sum_P: torch.Tensor | None) -> None:
+    def _keep(self, residual_D: torch.Tensor, *owed: Owed) -> None:
         if self._codec.needs_feedback:
-            self._feedback.commit(Residual(contribution_D=residual_D, part=part, sum_P=sum_P))
+            self._feedback.commit(Residual(contribution_D=residual_D, owed=owed))
 
     def _all_of(self, own: Buffer) -> list[Buffer]:
         """The buffers of all workers, which are of equal size."""

@@ -48,15 +48,12 @@ class Residual:
 
     Attributes:
         contribution_D: what was dropped of this member's contribution; None if it sent none.
-        part: the part that this member owned.
-        sum_P: what was dropped of the sum over that part; None if no sum was encoded.
-        elsewhere: debts of earlier rounds to sums over other elements.
+        owed: what was dropped of the sum over the part that this member owned, and debts of earlier rounds to sums over
+            other elements; no element is in two of them.
     """
 
     contribution_D: torch.Tensor | None
-    part: slice
-    sum_P: torch.Tensor | None
-    elsewhere: Sequence[Owed] = ()
+    owed: Sequence[Owed] = ()
 
 
 class ErrorFeedback:
@@ -65,8 +62,7 @@ class ErrorFeedback:
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self._contribution_D: torch.Tensor | None = None
-        self._sums: list[Owed] = []
-        """Debts to sums; no element is in two of them."""
+        self._sums: Sequence[Owed] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -112,6 +108,4 @@ class ErrorFeedback:
     def commit(self, residual: Residual) -> None:
         if residual.contribution_D is not None:
             self._contribution_D = residual.contribution_D
-        self._sums = list(residual.elsewhere)
-        if residual.sum_P is not None:
-            self._sums.append(Owed(residual.part, residual.sum_P))
+        self._sums = residual.owed

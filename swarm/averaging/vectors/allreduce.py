@@ -23,7 +23,7 @@ from swarm.averaging.vectors.terms import Answer, Average, Compare, Terms, decod
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
-from swarm.compression.feedback import Residual
+from swarm.compression.feedback import Owed, Residual
 from swarm.errors import MalformedMessage
 from swarm.machine.memory import Recycler
 from swarm.training.scaling import squared_norm_of_vector
@@ -214,7 +214,8 @@ class _Butterfly:
         num_senders = sum(share.peer_id != own.peer_id for share in shares.senders)
         sent, ratio = self._terms.sent(gathers=False)
         received = sum(map(result_codec.num_bytes, elsewhere)) + codec.num_bytes(own.num_elements) * num_senders
-        own_part = self._owners.get(own.peer_id, slice(0, 0))
+        dropped_P = self._reduction.residual_P
+        owed = () if dropped_P is None else (Owed(shares.part_of[own.peer_id], dropped_P),)
         return Average(
             vector_D=self._result_D,
             digest=digest,
@@ -222,7 +223,7 @@ class _Butterfly:
             bytes_sent=sent,
             bytes_received=received,
             compression_ratio=ratio,
-            residual=Residual(contribution_D=self._residual_D, part=own_part, sum_P=self._reduction.residual_P),
+            residual=Residual(contribution_D=self._residual_D, owed=owed),
             upload_bytes_per_second=_upload_rate(self._payloads, {o: codec.num_bytes(n) for o, n in lengths.items()}),
             deviations={owner: payload.deviations for owner, payload in self._payloads.items()},
         )

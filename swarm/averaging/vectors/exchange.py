@@ -220,7 +220,7 @@ class Exchanges:
         if residual.contribution_D is not None and self._carries(shares):
             weight = shares.of(self._own_id).weight
             elsewhere = ErrorFeedback.still_owed(residual.contribution_D, elsewhere, weight)
-        return dataclasses.replace(residual, elsewhere=elsewhere)
+        return dataclasses.replace(residual, owed=[*elsewhere, *residual.owed])
 
     def _carries(self, shares: Shares) -> bool:
         own = shares.of(self._own_id)

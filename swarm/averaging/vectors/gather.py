@@ -80,8 +80,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         residual_D = None
         if codec.needs_feedback and own.contributes:
             residual_D = torch.sub(vector_D, decoded[own_id])
-        residual = Residual(contribution_D=residual_D, part=slice(0, 0), sum_P=None)
-        return sum_D, residual, squared_norm_of_vector(sum_D), deviations
+        return sum_D, Residual(contribution_D=residual_D), squared_norm_of_vector(sum_D), deviations
 
     await terms.with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, hand_out)
     sum_D, residual, norm, deviations = await asyncio.to_thread(add_up)

@@ -107,8 +107,8 @@ async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: b
         assert torch.equal(result.vector_D, results[0].vector_D)
         residual = result.residual
         found += residual.contribution_D.double() * count / sum(samples)
-        if residual.sum_P is not None:
-            found[residual.part] += residual.sum_P.double()
+        for owed in residual.owed:
+            found[owed.part] += owed.sum_P.double()
     expected = np.average(torch.stack(vectors).double().numpy(), axis=0, weights=samples)
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
 

@@ -7,7 +7,7 @@ import torch
 
 from peers.shared.needs import PROGRAM_BYTES, Needs, num_parameters, of_stages, residual_bytes, settled_bytes
 from swarm import config as configs
-from swarm.compression.feedback import ErrorFeedback, Residual
+from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import (
     AveragingConfig,
     OptimizerConfig,
@@ -65,7 +65,8 @@ def test_what_codecs_drop_is_kept_from_round_to_round() -> None:
     exact, sparse = (_config(averaging=AveragingConfig(codec=codec)) for codec in ("fp32", "topk"))
     size = _num_parameters()
     feedback = ErrorFeedback(1.0)
-    feedback.commit(Residual(contribution_D=torch.zeros(size), part=slice(0, size // 2), sum_P=torch.zeros(size // 2)))
+    half = Owed(slice(0, size // 2), torch.zeros(size // 2))
+    feedback.commit(Residual(contribution_D=torch.zeros(size), owed=[half]))
     assert residual_bytes(exact, 0) == 0
     assert residual_bytes(sparse, 0) == pytest.approx(2 * feedback.num_bytes, abs=8)
     assert Needs.of(sparse, 0, on_gpu=True).ram > residual_bytes(sparse, 0)
