@@ -64,7 +64,7 @@ class StageReader:
         self.block = block
         config = member.config
         shapes = trained_shapes(config, block.stage)
-        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._shapes = shapes
         self._max_bytes = SIZE_FACTOR * sum(4 * shape.numel() for shape in shapes.values())
         address, seconds = address_of(config.run_id, block), Timing().silence_seconds
         self._transfer = StateTransfer(
@@ -104,7 +104,7 @@ class StageReader:
         more, and IntegrityError if they are not the parameters of this stage."""
         assert self._pinned is not None
         snapshot = (await self._transfer.fetch(self._pinned)).snapshot
-        shapes = {name.removeprefix(ANCHOR): tuple(tensor.shape) for name, tensor in snapshot.tensors.items()}
+        shapes = {name.removeprefix(ANCHOR): tensor.shape for name, tensor in snapshot.tensors.items()}
         if shapes != self._shapes:
             raise IntegrityError(f"what the peers of stage {self.block} hold is another model")
         return snapshot

@@ -70,7 +70,7 @@ def route(options: RouteModelOptions) -> None:
     with whole_folder(options.output) as folder:
         text.write(folder, paths_N, num_paths)
         if router is not None:
-            _with(router, router.weights_PF, router.biases_P + biases_P).write(folder)
+            dataclasses.replace(router, biases_P=router.biases_P + biases_P).write(folder)
     _print_settings(options.output, num_paths, np.bincount(paths_N, np.array(text.sizes, dtype=np.float64), num_paths))
 
 
@@ -121,13 +121,6 @@ class _Sequences:
                 files[path].write(json.dumps({self._data.text_field: sequence}, ensure_ascii=False) + "\n")
             if next(paths, None) is not None:
                 raise IntegrityError("the text shrank while it was read: route it again")
-
-
-def _with(router: PathRouter, weights_PF: torch.Tensor, biases_P: torch.Tensor) -> PathRouter:
-    return PathRouter(
-        weights_PF=weights_PF, biases_P=biases_P, tokenizer=router.tokenizer, model=router.model,
-        model_digest=router.model_digest,
-    )  # fmt: skip
 
 
 def _learned(

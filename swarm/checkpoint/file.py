@@ -337,7 +337,7 @@ def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:
     """Digest over everything that is in a file, except for this digest."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors.keys()):
-        tensor = tensors[name] if isinstance(tensors, dict) else tensors.get_tensor(name)
+        tensor = tensors.get_tensor(name)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -32,7 +32,7 @@ class Recycler:
     """
 
     def __init__(self, allocate: Callable[[int], np.ndarray] | None = None) -> None:
-        self._allocate = allocate
+        self._allocate = allocate or _aligned
         # process.keep_freed_memory respects these variables in the same way.
         self._keeps = not any(name.startswith("MALLOC_") for name in os.environ)
         self._unused: dict[int, list[np.ndarray]] = {}
@@ -40,14 +40,12 @@ class Recycler:
     def vector(self, num_elements: int) -> torch.Tensor:
         """An uninitialized vector (num_elements,). Its memory comes back when the last tensor that uses it is gone."""
         if not self._keeps:
-            return (
-                torch.empty(num_elements) if self._allocate is None else torch.from_numpy(self._allocate(num_elements))
-            )
+            return torch.from_numpy(self._allocate(num_elements))
         unused = self._unused.setdefault(num_elements, [])
         try:
             memory = unused.pop()
         except IndexError:
-            memory = (self._allocate or _aligned)(num_elements)
+            memory = self._allocate(num_elements)
         # torch keeps the array `lent` alive as long as a tensor uses its memory.
         lent = memory.view()
         weakref.finalize(lent, unused.append, memory).atexit = False

@@ -188,11 +188,7 @@ class Runtime:
             stopwatch.stop()
             return result, stopwatch, self._now() - began_at
 
-        with self._condition:
-            if self._stopping:
-                raise asyncio.CancelledError
-            task = self._queue.push(timed, priority=priority, age=age)
-            self._condition.notify()
+        task = self.submit(timed, priority=priority, age=age)
         try:
             result, stopwatch, thread_seconds = await asyncio.wrap_future(task.future)
         except asyncio.CancelledError:
@@ -203,16 +199,17 @@ class Runtime:
         self._device_seconds += max(0.0, seconds - thread_seconds)
         return result, seconds
 
-    def submit(self, work: Callable[[], None], *, priority: Priority) -> None:
-        """Run work on the thread without waiting for it. Its errors are lost.
+    def submit(self, work: Callable[[], Any], *, priority: Priority, age: int = 0) -> Task:
+        """Run work on the thread without waiting for it. Only the task has its errors.
 
         Raises Overloaded, or CancelledError if the thread has stopped.
         """
         with self._condition:
             if self._stopping:
                 raise asyncio.CancelledError
-            self._queue.push(work, priority=priority, age=0)
+            task = self._queue.push(work, priority=priority, age=age)
             self._condition.notify()
+        return task
 
     async def control(self, work: Callable[[], _Result]) -> _Result:
         """Run short work on the stage's state on the thread, before any microbatch."""

@@ -4,6 +4,7 @@ Any peer can say any round. So what counts is what most of them say, never the h
 """
 
 import hashlib
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -36,15 +37,13 @@ class RunRounds:
         committing a round or because one of two does not say the truth, the one that is nearer to the whole run counts,
         and of equally near ones the lower.
         """
-        rows = {block: sorted(row) for block, row in said.items()}
-        everybody = sorted(chain.from_iterable(rows.values()))
-        if not everybody:
+        rows = {block: found for block, row in said.items() if (found := list(row))}
+        if not rows:
             return cls()
-        middle = _middles(everybody)[0]
+        middle = statistics.median_low(chain.from_iterable(rows.values()))
+        middles = {block: (statistics.median_low(row), statistics.median_high(row)) for block, row in rows.items()}
         return cls(
-            blocks={
-                block: min(_middles(row), key=lambda number: abs(number - middle)) for block, row in rows.items() if row
-            },
+            blocks={block: min(both, key=lambda number: abs(number - middle)) for block, both in middles.items()},
             middle=middle,
         )
 
@@ -52,11 +51,6 @@ class RunRounds:
     def latest(self) -> int:
         """The newest round of a block that is at most MOST_APART ahead of the middle."""
         return max((number for number in self.blocks.values() if number <= self.middle + MOST_APART), default=0)
-
-
-def _middles(ordered: list[int]) -> tuple[int, int]:
-    """The lower and the upper median, which are equal in a row of odd length."""
-    return ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
 
 
 def next_lineage(

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ class Tally:
                 if named.round <= self.round:
                     found[peer_id].append(named)
         return {
-            peer_id: sorted(told)[(len(told) - 1) // 2]
+            peer_id: statistics.median_low(told)
             for peer_id, told in found.items()
             if len(told) > FEW_ACCUSERS and 2 * len(told) > len(self.members)
         }
