@@ -8,17 +8,20 @@ import pytest
 import torch
 
 from peers.shared import needs
+from peers.stage_peer import own_stage
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions, own_backends
 from swarm.config import RoundsConfig, RunConfig, Timeline
 from swarm.errors import Fatal
 from swarm.events import Events
+from swarm.machine.clock import SystemClock
 from swarm.machine.recording import Recorder
 from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Staging
 from swarm.types import Block
-from tests.support.chain import SYNCHRONOUS
+from tests.support.chain import PATIENCE_SECONDS, SYNCHRONOUS
 
 _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
@@ -85,3 +88,38 @@ def test_anchors_on_disk_need_no_ram_and_their_folder_is_there(tmp_path: Path) -
         with pytest.raises(Fatal, match=fault):
             _backend(config, 1, anchors=folder)
     assert _backend(diloco, 1, anchors=tmp_path).weights.anchor(0) is not None
+
+
+async def test_what_cannot_be_compiled_is_warmed_up_uncompiled_but_no_lack_of_memory_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    backend, runtime, cpu = _backend(SYNCHRONOUS, 1), Runtime(queue_capacity=4), torch.device("cpu")
+    faults, given_up, texts = list[Exception](), list[str](), list[str]()
+    monkeypatch.setattr(StageBackend, "warm_up", lambda _: _raise(faults.pop(0)) if faults else None)
+    monkeypatch.setattr(own_stage, "go_on_uncompiled", lambda error, device: given_up.append(f"{error} on {device}"))
+
+    async def warm_up(*, compiles: bool, device: torch.device = cpu) -> None:
+        await own_stage.warm_up(
+            backend, runtime, SystemClock(), device=device, compiles=compiles, texts=lambda: texts.append("compiled")
+        )
+
+    runtime.start()
+    try:
+        faults = [RuntimeError("no compiler")]
+        await warm_up(compiles=True)
+        assert (given_up, texts, faults) == (["no compiler on cpu"], [], [])
+        assert caplog.messages[-1].startswith("warmed up the layers of stage 1")
+        await warm_up(compiles=True)
+        assert texts == ["compiled"]
+        for compiles, fault in ((True, MemoryError()), (False, RuntimeError("no kernel"))):
+            faults = [fault]
+            with pytest.raises(type(fault)):
+                await warm_up(compiles=compiles, device=torch.device("cuda"))
+        assert len(given_up) == 1
+    finally:
+        runtime.stop(PATIENCE_SECONDS)
+
+
+def _raise(error: Exception) -> None:
+    raise error
