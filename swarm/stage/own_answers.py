@@ -28,7 +28,7 @@ MOST_SHOWN = 16
 class OwnAnswers:
     """`sign` signs with the key of this peer; None: nothing is signed."""
 
-    def __init__(self, stage: Stage, sign: Sign | None = None) -> None:
+    def __init__(self, stage: Stage, sign: Sign | None) -> None:
         self._stage = stage
         self._config = stage.context.config
         self._sign = sign

@@ -54,19 +54,18 @@ for a stage without peers."""
 @answers_errors
 class StageServicer(StageServiceServicer):
     def __init__(
-        self, stage: Stage, *, describe: Callable[[], pb.DescribeReply], callers: Callers | None = None,
+        self, stage: Stage, *, describe: Callable[[], pb.DescribeReply], callers: Callers, spot_check: SpotCheck,
         rival_of: Callable[[pb.Incarnation], Awaitable[pb.Incarnation | None]] | None = None,
-        spot_check: SpotCheck | None = None,
     ) -> None:  # fmt: skip
         """`rival_of` finds another process that serves under the identity of the peer that asks; None if there is none.
         `callers` counts what is kept for each caller; shared with the guard."""
         self._config = stage.context.config
         self._stage = stage
         self._evaluation = Evaluation(stage)
-        self._spot_check = spot_check or SpotCheck(stage)
+        self._spot_check = spot_check
         self._describe = describe
         self._rival_of = rival_of
-        self._callers = Callers() if callers is None else callers
+        self._callers = callers
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         # A process of another run describes itself: its answer names its run.

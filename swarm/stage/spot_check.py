@@ -80,8 +80,8 @@ class SpotCheck:
     """
 
     def __init__(
-        self, stage: Stage, *, peers: Callable[[Block], Sequence[PeerRecord]] = lambda _: (),
-        channels: ChannelPool | None = None, sign: Sign | None = None,
+        self, stage: Stage, *, peers: Callable[[Block], Sequence[PeerRecord]], channels: ChannelPool,
+        sign: Sign | None = None,
     ) -> None:  # fmt: skip
         self._stage = stage
         self._config = stage.context.config
@@ -230,7 +230,7 @@ class SpotCheck:
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, bytes]]:
         """The tensors that a peer shows, and the digests of all that it has; without `specs` only the latter."""
         record = next((each for each in self._peers(block) if each.peer_id == peer_id), None)
-        if record is None or self._channels is None:
+        if record is None:
             raise NotReady(f"this peer does not know {peer_id} of stage {block}")
         wanted = pb.ShowRequest(
             address=address_of(self._config.run_id, block), microbatch=request.microbatch, round=request.round,
