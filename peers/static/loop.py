@@ -30,7 +30,7 @@ from swarm.model.functions import fuses
 from swarm.model.shards import cut_axis, stretches
 from swarm.model.stages import layer_ranges
 from swarm.training import optim, samples
-from swarm.training.optimizers import gradient_optimizer, is_hidden_matrix, steps_whole_matrices
+from swarm.training.optimizers import gradient_optimizer, is_hidden_matrix
 from swarm.training.scaling import LossScale, clip
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def bytes_sent(
     if shape.tp > 1:
         num_sums = 2 * sum(len(stretches(model, layers)) for layers in layer_ranges(config)) / shape.pp
         num_sent += num_microbatches * num_sums * 2 * tp * hidden
-    if steps_whole_matrices(config):
+    if gradient_optimizer(config, same_bits=False).steps_whole_matrices:
         # Matrices that are cut are gathered for the step.
         matrices = {name: value for name, value in parameters.items() if is_hidden_matrix(name, value.shape)}
         num_sent += dp * _size(matrices) if options.fsdp else 0.0

@@ -30,6 +30,9 @@ PACKED_ELEMENTS = 4096
 class Optimizer(ABC):
     """Steps named parameters, and keeps its state for each under the parameter's name."""
 
+    steps_whole_matrices = False
+    """Whether it needs the whole of a matrix that is cut over several processes."""
+
     def __init__(self) -> None:
         self.state: dict[str, dict[str, torch.Tensor]] = {}
         self.packed: dict[str, dict[str, Packed]] = {}

@@ -4,7 +4,7 @@ Names and shapes alone decide which parameters Muon steps, so that the choice is
 tied embedding is an embedding at both of its stages.
 
 To add another inner optimizer, write an `Optimizer` (optim.py, which also says what the same bits need), and give it a
-name in config/optimizer.py and a case in `gradient_optimizer` and in `steps_whole_matrices`.
+name in config/optimizer.py and a case in `gradient_optimizer`.
 """
 
 import math
@@ -48,6 +48,8 @@ class Muon(AdamW):
     Momentum is M <- mu M + (1 - mu) G, and the step is along the orthogonal matrix that is nearest to M, or with
     Nesterov's momentum to (1 - mu) G + mu M; see `orthogonal`. Matrices decay as with AdamW.
     """
+
+    steps_whole_matrices = True
 
     def __init__(
         self, config: OptimizerConfig, *, same_bits: bool, cut: Cut | None = None, fused: bool = False
@@ -240,19 +242,6 @@ def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = 
             return AdamW(step, fused=fused and not same_bits)
         case "muon":
             return Muon(step, same_bits=same_bits, cut=cut, fused=fused)
-        case "auto":
-            raise AssertionError("gradient_step has one of the other names")
-        case other:
-            assert_never(other)
-
-
-def steps_whole_matrices(config: RunConfig) -> bool:
-    """Whether that optimizer needs the whole of a matrix that is cut over several processes."""
-    match config.gradient_step.name:
-        case "adamw":
-            return False
-        case "muon":
-            return True
         case "auto":
             raise AssertionError("gradient_step has one of the other names")
         case other:
