@@ -188,13 +188,32 @@ def unpack_route(entries: Iterable[pb.RouteEntry], *, after: int = -1) -> dict[B
 
 
 class HopListener:
-    """Is called about a microbatch's progress downstream. The methods here do nothing."""
+    """Is called about a microbatch's progress downstream, and remembers it.
+
+    Attributes:
+        awaited_stage: the deepest stage that is waited for.
+        obstacle: the reason if no peer of that stage takes work now; else None.
+        route: the peers of later stages that work on the microbatch.
+    """
+
+    def __init__(self, awaited_stage: int = 0) -> None:
+        self.awaited_stage = awaited_stage
+        self.obstacle: Obstacle | None = None
+        self.route: Mapping[Block, PeerId] = {}
 
     def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
-        """Called with the deepest stage that is waited for, and the reason if none of its peers takes work."""
+        self.awaited_stage, self.obstacle = stage, obstacle
 
     def routed(self, route: Mapping[Block, PeerId]) -> None:
         """Called when the route downstream has changed."""
+        self.route = dict(route)
+
+    @property
+    def message(self) -> pb.Progress:
+        """What it remembers, for the stage before."""
+        return pb.Progress(
+            stage=self.awaited_stage, route=pack_route(self.route), obstacle=pack_obstacle(self.obstacle)
+        )
 
 
 @dataclass(eq=False)

@@ -108,17 +108,17 @@ class Step:
     report: StepReport | None
 
 
-@dataclass(frozen=True)
 class PathListener(HopListener):
     """Tells at which block of a path microbatches wait, and why."""
 
-    blocks: Sequence[Block]
-    on_waiting: OnWaiting
+    def __init__(self, blocks: Sequence[Block], on_waiting: OnWaiting) -> None:
+        super().__init__()
+        self._blocks, self._on_waiting = blocks, on_waiting
 
     def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
         # A peer may make up a stage that the run does not have.
-        if obstacle is not None and stage < len(self.blocks):
-            self.on_waiting(self.blocks[stage], obstacle)
+        if obstacle is not None and stage < len(self._blocks):
+            self._on_waiting(self._blocks[stage], obstacle)
 
 
 class TrainLoop:

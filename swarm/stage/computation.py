@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
-from swarm.hop.answers import HopListener, HopReply, Obstacle
+from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.hop.spot_checks import ANCHOR_ROUND, LOSS, anchor_tensor, loss_tensor
 from swarm.machine.clock import spawn, wait
@@ -82,9 +82,6 @@ class Computation(HopListener):
         on_accumulated: called once the gradient is in the sum.
 
     Attributes:
-        waiting_stage: the deepest stage that is waited for.
-        obstacle: the reason if no peer of that stage takes the microbatch now; else None.
-        route: the peers of later stages that work on the microbatch.
         subscriber: the call that gets the answer; a newer one takes its place.
     """
 
@@ -98,10 +95,8 @@ class Computation(HopListener):
         turn: AbstractAsyncContextManager[None],
         on_accumulated: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(backend.stage)
         self.order = order
-        self.waiting_stage = backend.stage
-        self.obstacle: Obstacle | None = None
-        self.route: Mapping[Block, PeerId] = {}
         self.subscriber: object | None = None
         self._backend, self._runtime = backend, runtime
         self._hop = hop
@@ -158,11 +153,8 @@ class Computation(HopListener):
             await wait(self._news, seconds)
             self._news.clear()
 
-    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
-        self.waiting_stage, self.obstacle = stage, obstacle
-
     def routed(self, route: Mapping[Block, PeerId]) -> None:
-        self.route = dict(route)
+        super().routed(route)
         self._news.set()
 
     @property
@@ -313,13 +305,13 @@ class Computation(HopListener):
         if self.order.accumulate:
             self._wire_hidden = hidden
         tensors = {**samples.of(self.order.wire_inputs), HIDDEN: hidden}
-        self.waiting_stage = self._hop.block.stage
+        self.awaited_stage = self._hop.block.stage
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self.order.hints)
         except MalformedMessage as error:
             # The inputs were sound, so this peer may be at fault: another peer of this stage may do better.
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
-        self.waiting_stage, self.obstacle = self._backend.stage, None
+        self.progress(self._backend.stage, obstacle=None)
         gradient, backward_seconds = None, 0.0
         if self.order.has_backward:
             try:

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from swarm.errors import MalformedMessage, NotReady
-from swarm.hop.answers import HopListener, Obstacle, pack_obstacle
+from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.rpc.callers import Caller, caller_of
 from swarm.rpc.serving import Context, check_address, send
@@ -64,7 +64,7 @@ class Evaluation:
             stack.enter_context(self._stage.held_rounds.held(number, caller_of(context), linger_seconds=0.0))
             held = pb.Held(round=number)
             if hop is not None:
-                awaited = _Awaited(hop.block.stage)
+                awaited = HopListener(hop.block.stage)
                 opening = asyncio.ensure_future(hop.hold(request.newest_round, awaited, path=request.address.path))
                 later = await _with_progress(context, opening, awaited, pb.HoldReply)
                 stack.callback(later.close)
@@ -93,7 +93,7 @@ class Evaluation:
         self._stage.held_rounds.find(opening.round)
         tensors = await incoming.tensors()
         computed = asyncio.ensure_future(self._compute(incoming.caller, opening, tensors))
-        output = await _with_progress(context, computed, _Awaited(self._backend.stage), pb.EvaluateReply)
+        output = await _with_progress(context, computed, HopListener(self._backend.stage), pb.EvaluateReply)
         loss = output if hop is None else await self._at_next(hop, context, opening, tensors, output)
         return pb.Evaluated(loss=float(loss), num_targets=samples.amount(tensors).targets)
 
@@ -101,7 +101,7 @@ class Evaluation:
         self, hop: Hop, context: Context, opening: pb.EvaluateOpen, tensors: Mapping[str, torch.Tensor],
         hidden: torch.Tensor,
     ) -> float:  # fmt: skip
-        awaited, inputs = _Awaited(hop.block.stage), {**samples.of(tensors), HIDDEN: hidden}
+        awaited, inputs = HopListener(hop.block.stage), {**samples.of(tensors), HIDDEN: hidden}
         downstream = asyncio.ensure_future(hop.evaluate(inputs, opening.later, awaited, path=opening.address.path))
         loss: float = await _with_progress(context, downstream, awaited, pb.EvaluateReply)
         return loss
@@ -137,24 +137,12 @@ class Evaluation:
             return output
 
 
-class _Awaited(HopListener):
-    """The deepest stage for which an evaluation waits, and the reason if none of its peers takes work."""
-
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
-        self.obstacle: Obstacle | None = None
-
-    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
-        self.stage, self.obstacle = stage, obstacle
-
-
 async def _with_progress(
-    context: Context, work: "asyncio.Future[Any]", awaited: _Awaited, reply: type[_Message]
+    context: Context, work: "asyncio.Future[Any]", awaited: HopListener, reply: type[_Message]
 ) -> Any:
     try:
         while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
-            progress = pb.Progress(stage=awaited.stage, obstacle=pack_obstacle(awaited.obstacle))
-            await send(context, reply(progress=progress))
+            await send(context, reply(progress=awaited.message))
     finally:
         work.cancel()
     return work.result()

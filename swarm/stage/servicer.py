@@ -13,7 +13,7 @@ import torch
 from google.protobuf.message import Message
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch
-from swarm.hop.answers import pack_obstacle, pack_route, unpack_route
+from swarm.hop.answers import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.bounds import CHUNK_BYTES, SMALL_CHUNK_BYTES
 from swarm.rpc.callers import Callers, caller_of
@@ -196,11 +196,7 @@ class StageServicer(StageServiceServicer):
         while not computation.done:
             await computation.news(PROGRESS_SECONDS)
             self._check_owner(context, computation)
-            progress = pb.Progress(
-                stage=computation.waiting_stage,
-                route=pack_route(computation.route),
-                obstacle=pack_obstacle(computation.obstacle),
-            )
+            progress = computation.message
             num_unchanged = num_unchanged + 1 if progress == said else UNCHANGED
             if num_unchanged >= UNCHANGED:
                 said, num_unchanged = progress, 0
