@@ -26,7 +26,7 @@ from swarm.events import Accumulate, Events, RollBack
 from swarm.machine.recording import Recorder
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
-from swarm.stage.buckets import Accumulated, GradientBucket, Source, Version
+from swarm.stage.buckets import Accumulated, GradientBucket, Inputs, Source
 from swarm.stage.function import StageFunction, WireInputs
 from swarm.stage.graphs import Graph, GraphBudget
 from swarm.stage.staging import Download, Staging
@@ -43,16 +43,10 @@ class Forward:
     """A forward that waits for its gradient.
 
     Attributes:
-        wire_inputs: the tensors that the stage received, on the CPU.
         wire_hidden: the encoded output for the next stage; None at the last stage.
-        version: the weights that were used.
-        boundary: how what is received and sent is encoded.
     """
 
-    microbatch: int
-    wire_inputs: WireInputs
-    version: Version
-    boundary: Boundary
+    inputs: Inputs
     wire_hidden: Download | None = None
     _graph: Graph | None = None
 
@@ -104,12 +98,10 @@ class StageBackend:
 
         Raises NotReady, see StageWeights.version_for.
         """
-        forward = self._begun(microbatch, round_number, wire_inputs)
-        outputs, graph = self.function.forward(
-            microbatch, forward.version, wire_inputs, forward.boundary, has_backward=has_backward
-        )
+        forward = Forward(self._inputs(microbatch, round_number, wire_inputs))
+        outputs, graph = self.function.forward(forward.inputs, has_backward=has_backward)
         try:
-            forward.wire_hidden = forward.boundary.encode(outputs, self.staging)
+            forward.wire_hidden = forward.inputs.boundary.encode(outputs, self.staging)
         except BaseException:
             # No caller releases a forward that failed.
             if graph is not None:
@@ -119,7 +111,7 @@ class StageBackend:
             forward._graph = graph
             self.budget.keep()
         if has_backward:
-            forward.version.taken()
+            forward.inputs.version.taken()
         return forward
 
     def backward(
@@ -155,7 +147,7 @@ class StageBackend:
             MalformedMessage: a loss or gradient that is not finite.
             NotReady: see StageWeights.version_for.
         """
-        with self._at_once(self._begun(microbatch, round_number, wire_inputs)) as forward:
+        with self._at_once(self._inputs(microbatch, round_number, wire_inputs)) as forward:
             return self._collect(forward, None, accumulate=accumulate, only_at=only_at)
 
     def compute_again(
@@ -168,24 +160,27 @@ class StageBackend:
         boundary, is_sketched = self.boundary_in(round_number), self.weights.sketch is not None
         self.function.check(wire_inputs, boundary)
         version = (self.weights.anchored if at_anchor else self.weights.version_for)(round_number)
-        with self._at_once(Forward(microbatch, wire_inputs, version, boundary)) as forward:
+        inputs = Inputs(microbatch=microbatch, wire_inputs=wire_inputs, boundary=boundary, version=version)
+        with self._at_once(inputs) as forward:
             assert forward._graph is not None
-            hidden = None if self.is_last else forward.boundary.encode(forward._graph.outputs, self.staging)
+            hidden = None if self.is_last else boundary.encode(forward._graph.outputs, self.staging)
             loss, gradient, _, _, sketch = self._differentiate(forward, wire_gradient, of_weights=is_sketched)
             return Again(loss, hidden, gradient, sketch)
 
     @contextmanager
-    def _at_once(self, forward: Forward) -> Iterator[Forward]:
+    def _at_once(self, inputs: Inputs) -> Iterator[Forward]:
         """A forward whose backward follows in the block; afterwards it is released."""
-        forward.version.taken()
+        forward = Forward(inputs)
+        inputs.version.taken()
         try:
             self._compute(forward)
             yield forward
         finally:
             self.release(forward)
 
-    def _begun(self, microbatch: int, number: int, wire_inputs: WireInputs) -> Forward:
-        return Forward(microbatch, wire_inputs, self.weights.version_for(number), self.boundary_in(number))
+    def _inputs(self, microbatch: int, number: int, wire_inputs: WireInputs) -> Inputs:
+        version, boundary = self.weights.version_for(number), self.boundary_in(number)
+        return Inputs(microbatch=microbatch, wire_inputs=wire_inputs, boundary=boundary, version=version)
 
     def boundary_in(self, round_number: int) -> Boundary:
         """How hidden states and gradients of a round's microbatches travel."""
@@ -194,7 +189,7 @@ class StageBackend:
     def release(self, forward: Forward) -> None:
         """Forget a forward's graph and version, after its backward or because its gradient will never come."""
         self._let_go(forward)
-        forward.version.left()
+        forward.inputs.version.left()
         self.weights.step_if_due()
 
     def _let_go(self, forward: Forward) -> None:
@@ -228,10 +223,7 @@ class StageBackend:
 
     def _again(self, source: Source) -> Sequence[torch.Tensor]:
         """Compute a gradient again, times source.scale, by the same operations, weights and randomness."""
-        graph = self.function.graph(
-            source.microbatch, source.version, source.wire_inputs, source.boundary, source.scale,
-            records=source.is_recorded,
-        )  # fmt: skip
+        graph = self.function.graph(source, source.scale, records=source.is_recorded)
         gradient_BTR = self._scaled(source.wire_gradient, source, source.scale)
         return graph.gradients(gradient_BTR, of_inputs=False)
 
@@ -247,7 +239,7 @@ class StageBackend:
         self.evaluate(wire_inputs, made_up.boundary, version.parameters)
         if not self.is_last:
             # So it is where there is no room for a graph.
-            self.function.forward(0, version, wire_inputs, made_up.boundary, has_backward=False)
+            self.function.forward(made_up, has_backward=False)
         if self.recorder is not None:
             self.function.record(self.recorder, version)
 
@@ -272,9 +264,7 @@ class StageBackend:
 
     def _compute(self, forward: Forward, *, recomputed: bool = False) -> None:
         """Compute a forward whose backward follows at once; `recomputed`: because there was no room for its graph."""
-        forward._graph = self.function.graph(
-            forward.microbatch, forward.version, forward.wire_inputs, forward.boundary, self._scale.factor
-        )
+        forward._graph = self.function.graph(forward.inputs, self._scale.factor)
         self.budget.keep(recomputed=recomputed)
 
     def _collect(
@@ -285,10 +275,10 @@ class StageBackend:
         if not accumulate:
             return mean_loss, answer, None
         assert forward._graph is not None
-        amount = samples.amount(forward.wire_inputs)
+        amount = samples.amount(forward.inputs.wire_inputs)
         source = Source(
-            microbatch=forward.microbatch, amount=amount, wire_inputs=forward.wire_inputs, boundary=forward.boundary,
-            wire_gradient=wire_gradient, version=forward.version, scale=scale, is_recorded=forward._graph.is_recorded,
+            **vars(forward.inputs), amount=amount, wire_gradient=wire_gradient, scale=scale,
+            is_recorded=forward._graph.is_recorded,
         )  # fmt: skip
         bucket = self.weights.accumulate(gradients, source)
         self.events.write(
@@ -306,13 +296,13 @@ class StageBackend:
             assert graph is not None
             gradients = list[torch.Tensor]()
             if self.stage or of_weights:
-                gradient_BTR = self._scaled(wire_gradient, forward, scale)
+                gradient_BTR = self._scaled(wire_gradient, forward.inputs, scale)
                 gradients = graph.gradients(gradient_BTR, of_inputs=self.stage > 0, of_weights=of_weights)
             to_check = gradients
             if self.stage:
                 input_gradient, *gradients = gradients
                 unscaled = input_gradient if scale == 1.0 else input_gradient / scale
-                answer = forward.boundary.encode(unscaled, self.staging)
+                answer = forward.inputs.boundary.encode(unscaled, self.staging)
             # Queued before the wait, so that the device has no gap after it.
             sketch = self._sketch_of(gradients, scale) if of_weights else None
             # Waits for the device, because a gradient that is not finite could not be taken out of the sum again. The
@@ -320,7 +310,7 @@ class StageBackend:
             loss, are_finite = read_back(
                 graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else to_check
             )
-            mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
+            mean_loss = loss / max(1, samples.amount(forward.inputs.wire_inputs).targets)
             require_in_range("loss", mean_loss, "fp32")
             if are_finite:
                 self._scale.succeeded()
@@ -329,7 +319,8 @@ class StageBackend:
             if not self._scale.halve():
                 whose, why = (" of the weights", "") if self._scale.is_fixed else ("", ", whatever its scale")
                 raise MalformedMessage(f"the gradient{whose} is not finite{why}")
-            logger.info("microbatch %d overflows float16: computed again with half the scale", forward.microbatch)
+            number = forward.inputs.microbatch
+            logger.info("microbatch %d overflows float16: computed again with half the scale", number)
             # The forward comes again, too: a backward may use up what its forward has kept.
             del graph, gradients, to_check, sketch
             self._let_go(forward)
@@ -341,7 +332,7 @@ class StageBackend:
         sketch_N = sketch.of(dict(zip(self.weights.masters, gradients, strict=True)))
         return sketch_N if scale == 1.0 else sketch_N / scale
 
-    def _scaled(self, wire_gradient: torch.Tensor | None, of: Forward | Source, scale: float) -> torch.Tensor | None:
+    def _scaled(self, wire_gradient: torch.Tensor | None, of: Inputs, scale: float) -> torch.Tensor | None:
         """The gradient of the stage's output times the scale; None at the last stage, whose graph has the scale."""
         if wire_gradient is None:
             return None

@@ -99,24 +99,33 @@ class Versions:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Source:
-    """The inputs of a microbatch's gradient: all that is needed to compute it again.
+class Inputs:
+    """What a microbatch is computed from.
 
     Attributes:
         wire_inputs: what the stage received, CPU.
         boundary: the encoding of hidden states and gradients in the microbatch's round.
+        version: the weights.
+    """
+
+    microbatch: int
+    wire_inputs: Mapping[str, torch.Tensor]
+    boundary: Boundary
+    version: Version
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Source(Inputs):
+    """All that is needed to compute a microbatch's gradient again.
+
+    Attributes:
         wire_gradient: the gradient of the stage's output, as received; None at the last stage.
-        version: the weights that were used.
         scale: the power of two by which gradients were multiplied while they were computed.
         is_recorded: whether a recording computed them.
     """
 
-    microbatch: int
     amount: Amount
-    wire_inputs: Mapping[str, torch.Tensor]
-    boundary: Boundary
     wire_gradient: torch.Tensor | None
-    version: Version
     scale: float = 1.0
     is_recorded: bool = False
 

@@ -24,7 +24,7 @@ from swarm.model.stage_module import StageModule, cast_types, stage_loss, with_s
 from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary
-from swarm.stage.buckets import Version
+from swarm.stage.buckets import Inputs, Version
 from swarm.stage.graphs import Arguments, CapturedStage, Example, Graph, GraphBudget, Weights
 from swarm.stage.staging import Staging, staging_of
 from swarm.training import samples
@@ -115,32 +115,29 @@ class StageFunction:
             reason = in_one_line(error)
             logger.warning("stage %d goes on without CUDA graphs, and so slower: %s", self.stage, reason)
 
-    def forward(
-        self, microbatch: int, version: Version, wire_inputs: WireInputs, boundary: Boundary, *, has_backward: bool
-    ) -> tuple[torch.Tensor, Graph | None]:
+    def forward(self, inputs: Inputs, *, has_backward: bool) -> tuple[torch.Tensor, Graph | None]:
         """Compute the outputs. A backward comes later, if at all. Also returns the graph, if there is room for it."""
-        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs, boundary)
+        captured, version = self._recordings(inputs.wire_inputs), inputs.version
+        arguments = self._arguments(inputs.wire_inputs, inputs.boundary)
         keeps = has_backward and (self.budget if captured is None else captured).has_room()
         if captured is not None:
             graph: Graph = captured.forward(version, arguments, keeps=keeps)
         elif keeps:
-            graph = self._live(version, arguments, microbatch)
+            graph = self._live(version, arguments, inputs.microbatch)
         else:
             with torch.no_grad():
                 parameters = with_shared_casts(self.module, version.parameters, version.casts)
-            return self._without_gradient(parameters, arguments, self._key(microbatch)), None
+            return self._without_gradient(parameters, arguments, self._key(inputs.microbatch)), None
         return graph.outputs, graph if keeps else None
 
-    def graph(
-        self, microbatch: int, version: Version, wire_inputs: WireInputs, boundary: Boundary, scale: float = 1.0,
-        *, records: bool = True,
-    ) -> Graph:  # fmt: skip
+    def graph(self, inputs: Inputs, scale: float, *, records: bool = True) -> Graph:
         """Compute a forward whose backward follows at once. At the last stage all gradients become those of the loss
         times `scale`, which is 1 but in float16. `records` says whether recordings may compute it."""
-        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs, boundary, scale)
+        captured = self._recordings(inputs.wire_inputs)
+        arguments = self._arguments(inputs.wire_inputs, inputs.boundary, scale)
         if captured is not None and records:
-            return captured.forward(version, arguments, keeps=False)
-        return self._live(version, arguments, microbatch)
+            return captured.forward(inputs.version, arguments, keeps=False)
+        return self._live(inputs.version, arguments, inputs.microbatch)
 
     def evaluate(self, parameters: Weights, wire_inputs: WireInputs, boundary: Boundary) -> torch.Tensor:
         """The outputs, without dropout. A batch may be shorter than the run's. For compiled layers it is made as long,

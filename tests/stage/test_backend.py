@@ -95,7 +95,7 @@ def test_backward_uses_the_weights_that_forward_used(limit_bytes: int) -> None:
     old = {name: value.detach().clone() for name, value in backend.weights.version.parameters.items()}
     forward = backend.forward(7, 0, inputs_of(7))
     accumulate_and_settle(backend, 1)
-    assert backend.weights.version is not forward.version, "an inner step came in between"
+    assert backend.weights.version is not forward.inputs.version, "an inner step came in between"
     answer, entry = backend.backward(forward, hidden_of(8), accumulate=True)
     expected = _middle_gradients(backend, old)
     torch.testing.assert_close(arrived(answer), expected[0], rtol=0, atol=1e-6)
