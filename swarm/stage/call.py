@@ -1,4 +1,4 @@
-"""One call to a stage: reads its messages, with deadlines and a bound on the bytes."""
+"""One call to a stage: its messages, read with deadlines and a bound on the bytes, and signs of life to its caller."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,14 +8,18 @@ import torch
 from google.protobuf.message import Message
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
+from swarm.hop.answers import HopListener
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
 from swarm.rpc.dispatch import FIRST_SECONDS
-from swarm.rpc.serving import MESSAGE_SECONDS, Context, receive
+from swarm.rpc.serving import MESSAGE_SECONDS, Context, receive, send
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes, parsed
 from swarm.stage.admission import LARGEST_NUM_SLOTS
 
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """A caller that sends tensors more slowly than this, beyond the wait for a message, is cut off: it may hold a slot."""
+PROGRESS_SECONDS = 1.0
+"""Time between two signs of life to the caller."""
 DRAIN_SECONDS = 5.0
 """Longest wait for a refused caller to finish sending, beyond the time for its whole request at the slowest rate."""
 
@@ -124,3 +128,17 @@ class Incoming:
         """Note that the call has ended, and nothing is kept for it any more."""
         self._callers.release(self.caller, self._kept_bytes, training=self._training)
         self._kept_bytes = 0
+
+
+async def with_progress(
+    context: Context, work: "asyncio.Future[Any]", awaited: HopListener,
+    reply: type[pb.TrainReply | pb.EvaluateReply | pb.HoldReply],
+) -> Any:  # fmt: skip
+    """Wait for the result of `work`, and send what is awaited again and again, because the caller would take a silent
+    peer for dead. An error or cancellation cancels the work."""
+    try:
+        while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
+            await send(context, reply(progress=awaited.message))
+    finally:
+        work.cancel()
+    return work.result()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,17 +53,14 @@ class PresentRound:
                 self._new.clear()
                 await self._new.wait()
 
-    async def wait_for(self, number: int, seconds: float, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        """Wait for a round, unless it would take long. `still_waiting` is called at once, and again and again during
-        the wait. An error that it raises ends the wait. Raises NotReady if this peer is behind its group, or `seconds`
+    async def wait_for(self, number: int, seconds: float) -> None:
+        """Wait for a round, unless it would take long. Raises NotReady if this peer is behind its group, or `seconds`
         have passed."""
         now = asyncio.get_running_loop().time
         deadline = now() + seconds
         while self.number < number:
             if self.is_behind or now() >= deadline:
                 raise NotReady(f"this peer is at round {self.number}, and will be for a while")
-            if still_waiting is not None:
-                await still_waiting()
             with suppress(TimeoutError):
                 await self.reach(number, min(_LOOK_SECONDS, deadline - now()))
 

@@ -6,7 +6,6 @@ Only a round's weights are kept, for as long as a caller holds them.
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,18 +17,14 @@ from swarm.rpc.callers import Caller, caller_of
 from swarm.rpc.serving import Context, check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN, request_specs
-from swarm.stage.call import Incoming
+from swarm.stage.call import Incoming, with_progress
 from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage
 from swarm.training import samples
 
-PROGRESS_SECONDS = 1.0
-"""Time between two signs of life to the caller."""
 LONGEST_HOLD_SECONDS = 1800.0
 """The longest time for which a caller may hold a round."""
-
-_Message = pb.EvaluateReply | pb.HoldReply
 
 
 class Evaluation:
@@ -59,14 +54,14 @@ class Evaluation:
         number = request.newest_round
         if not self._config.rounds.synchronous:
             number = min(number, self._stage.round)
-        await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
+        await self._stage.present_round.wait_for(number, ROUND_SECONDS)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._stage.held_rounds.held(number, caller_of(context), linger_seconds=0.0))
             held = pb.Held(round=number)
             if hop is not None:
                 awaited = HopListener(hop.block.stage)
                 opening = asyncio.ensure_future(hop.hold(request.newest_round, awaited, path=request.address.path))
-                later = await _with_progress(context, opening, awaited, pb.HoldReply)
+                later = await with_progress(context, opening, awaited, pb.HoldReply)
                 stack.callback(later.close)
                 held.later.extend(later.held)
             await send(context, pb.HoldReply(held=held))
@@ -93,7 +88,7 @@ class Evaluation:
         self._stage.held_rounds.find(opening.round)
         tensors = await incoming.tensors()
         computed = asyncio.ensure_future(self._compute(incoming.caller, opening, tensors))
-        output = await _with_progress(context, computed, HopListener(self._backend.stage), pb.EvaluateReply)
+        output = await with_progress(context, computed, HopListener(self._backend.stage), pb.EvaluateReply)
         loss = output if hop is None else await self._at_next(hop, context, opening, tensors, output)
         return pb.Evaluated(loss=float(loss), num_targets=samples.amount(tensors).targets)
 
@@ -103,7 +98,7 @@ class Evaluation:
     ) -> float:  # fmt: skip
         awaited, inputs = HopListener(hop.block.stage), {**samples.of(tensors), HIDDEN: hidden}
         downstream = asyncio.ensure_future(hop.evaluate(inputs, opening.later, awaited, path=opening.address.path))
-        loss: float = await _with_progress(context, downstream, awaited, pb.EvaluateReply)
+        loss: float = await with_progress(context, downstream, awaited, pb.EvaluateReply)
         return loss
 
     def _check(self, opening: pb.EvaluateOpen) -> None:
@@ -135,14 +130,3 @@ class Evaluation:
                 age=self._runtime.next_age(),
             )
             return output
-
-
-async def _with_progress(
-    context: Context, work: "asyncio.Future[Any]", awaited: HopListener, reply: type[_Message]
-) -> Any:
-    try:
-        while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
-            await send(context, reply(progress=awaited.message))
-    finally:
-        work.cancel()
-    return work.result()

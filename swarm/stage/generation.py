@@ -245,7 +245,7 @@ class GenerationServicer(GenerationServiceServicer):
             number = opening.newest_round
         else:
             number = self._stage.held_rounds.choose(self._stage.held_rounds.nearest(opening.newest_round), name)
-        await self._stage.present_round.wait_for(number, ROUND_SECONDS, None)
+        await self._stage.present_round.wait_for(number, ROUND_SECONDS)
         return number
 
     def _count_token(self) -> None:

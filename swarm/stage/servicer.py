@@ -13,7 +13,7 @@ import torch
 from google.protobuf.message import Message
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch
-from swarm.hop.answers import pack_route, unpack_route
+from swarm.hop.answers import HopListener, pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.bounds import CHUNK_BYTES, SMALL_CHUNK_BYTES
 from swarm.rpc.callers import Callers, caller_of
@@ -24,7 +24,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import Frame, TensorSpec, frames
 from swarm.stage.boundary import GRADIENT, Boundary, request_specs
-from swarm.stage.call import Incoming
+from swarm.stage.call import Incoming, with_progress
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
 from swarm.stage.spot_check import SpotCheck
@@ -159,8 +159,8 @@ class StageServicer(StageServiceServicer):
                 tensors = await incoming.tensors()
                 await send(context, pb.TrainReply(progress=pb.Progress(stage=self._stage.number)))
             hints = unpack_route(opening.hints)
-            still_waiting = self._signs_of_life(context)
-            computation = await self._stage.begin(microbatch, tensors, hints, context, still_waiting)
+            await self._until_due(context, microbatch)
+            computation = self._stage.begin(microbatch, tensors, hints, context)
             try:
                 await self._stream_news(context, computation)
                 self._stage.counters["rerouted_backwards"] += opening.rerouted_backward
@@ -177,19 +177,12 @@ class StageServicer(StageServiceServicer):
         finally:
             self._stage.admission.leave(slot)
 
-    def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
-        """Return a function that sends a sign of life when one is due. It has to be called while this stage makes its
-        caller wait, because the caller would take a silent peer for dead."""
-        now = asyncio.get_running_loop().time
-        said_at = now()
-
-        async def say() -> None:
-            nonlocal said_at
-            if now() - said_at >= PROGRESS_SECONDS:
-                said_at = now()
-                await send(context, pb.TrainReply(progress=pb.Progress(stage=self._stage.number)))
-
-        return say
+    async def _until_due(self, context: Context, microbatch: Microbatch) -> None:
+        """Wait until a microbatch may be computed. Raises NotReady if that would take long."""
+        number, seconds = self._stage.setting.due_round(microbatch), self._stage.context.limits.round_wait_seconds
+        if self._stage.round < number:
+            waiting = asyncio.ensure_future(self._stage.present_round.wait_for(number, seconds))
+            await with_progress(context, waiting, HopListener(self._stage.number), pb.TrainReply)
 
     async def _stream_news(self, context: Context, computation: Computation) -> None:
         said, num_unchanged = pb.Progress(stage=self._stage.number), 0

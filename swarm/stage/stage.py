@@ -5,7 +5,7 @@ microbatches are taken, stage/endings how computations end, and stage/settings e
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -92,21 +92,20 @@ class Stage:
         known = self.setting.known(microbatch)
         return None if known is None else known.order.wire_inputs
 
-    async def begin(
+    def begin(
         self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[Block, PeerId],
-        subscriber: object, still_waiting: Callable[[], Awaitable[None]] | None = None,
+        subscriber: object,
     ) -> Computation:  # fmt: skip
-        """Begin the computation that answers a microbatch, or join a known one. `subscriber` gets the answer.
+        """Begin the computation that answers a microbatch, or join a known one, once its round has begun here
+        (Setting.due_round). `subscriber` gets the answer.
 
         Args:
             hints: which peers of later stages know the microbatch already.
-            still_waiting: called at once, and again and again while the microbatch's round has not begun here. An error
-                that it raises ends the wait; then nothing was begun.
 
         Raises:
-            StaleMicrobatch, NotReady.
+            MalformedMessage, StaleMicrobatch, NotReady.
         """
-        await self.setting.until_due(microbatch, still_waiting)
+        self.setting.require_of_its_round(microbatch)
         answer = self._answer_to(microbatch)
         if isinstance(answer, Computation):
             answer.subscribe(subscriber)

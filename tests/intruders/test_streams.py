@@ -20,7 +20,6 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import TensorSpec
 from swarm.stage import call as stage_call
-from swarm.stage import evaluation
 from swarm.stage.admission import LARGEST_NUM_SLOTS
 from swarm.stage.boundary import HIDDEN, TOKENS
 from tests.intruders.host import Host, running
@@ -119,7 +118,7 @@ async def test_evaluations_take_no_place_from_training_nor_from_those_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Evaluations are run one at a time. Those whose callers gave up are forgotten at once, and callers take turns."""
-    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(stage_call, "PROGRESS_SECONDS", 0.1)
     release = threading.Event()
     waiting: list[str] = []
     ended: list[str] = []

@@ -21,8 +21,4 @@ async def test_a_call_that_outlives_its_peer_neither_fails_nor_begins_anything()
     stage.endings.abandon(computation, computation.subscriber)
     next_one = Microbatch(index=1, round=0, num_samples=SYNCHRONOUS.data.microbatch_size)
     with pytest.raises(NotReady, match="stopping"):
-        await stage.begin(next_one, samples_of(SYNCHRONOUS, 1), {}, object(), _nothing)
-
-
-async def _nothing() -> None:
-    pass
+        stage.begin(next_one, samples_of(SYNCHRONOUS, 1), {}, object())

@@ -16,7 +16,7 @@ from swarm.model.adapters import trained_parameters
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_transformer
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
-from swarm.stage import servicer
+from swarm.stage import call, servicer
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.context import StageLimits
 from swarm.stage.ledger import EntryState
@@ -149,7 +149,8 @@ async def test_stage_0_holds_the_next_rounds_microbatches_while_it_is_averaged()
 
 async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is longer than callers accept silence. The peer says that it needs longer, and is not banned."""
-    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    for module in (call, servicer):
+        monkeypatch.setattr(module, "PROGRESS_SECONDS", 0.1)
     limits = HopLimits(silence_seconds=1.0, retry_seconds=0.02)
     async with running_chain(SYNCHRONOUS, hop_limits=limits, round_wait_seconds=2.0) as chain:
         first = chain.peers[0]
@@ -176,7 +177,8 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
 
 
 async def test_who_gives_up_while_it_waits_for_a_peers_commit_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    for module in (call, servicer):
+        monkeypatch.setattr(module, "PROGRESS_SECONDS", 0.1)
     async with running_chain(SYNCHRONOUS) as chain:
         second = chain.peers[1]
         num_tasks = len(asyncio.all_tasks())

@@ -132,7 +132,7 @@ class Worker:
         microbatch = Microbatch(index=index, round=self.stage.round, num_samples=num_samples, accumulate_only_at=None)
         slot = self.stage.admission.admit(microbatch)
         try:
-            computation = await self.stage.begin(microbatch, tensors, {}, self)
+            computation = self.stage.begin(microbatch, tensors, {}, self)
             while not computation.done:
                 await computation.news(PATIENCE_SECONDS)
             computation.result()

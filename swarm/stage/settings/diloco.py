@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 from swarm.machine.clock import Clock
@@ -135,8 +135,8 @@ class DilocoSetting(Setting):
 
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
-    async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        pass  # There is no wait: it is computed with the newest weights.
+    def require_of_its_round(self, microbatch: Microbatch) -> None:
+        pass  # It is computed with the newest weights.
 
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:
         return self._turns.turn(age)

@@ -5,7 +5,7 @@ A setting decides for one peer, by what that peer knows. Runs on the event loop;
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -64,9 +64,13 @@ class Setting(ABC):
 
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
+    def due_round(self, microbatch: Microbatch) -> int:
+        """The round that must have begun here before a microbatch is computed."""
+        return 0
+
     @abstractmethod
-    async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        """If a microbatch's round must have begun, wait for it; see PresentRound.wait_for. Raises NotReady."""
+    def require_of_its_round(self, microbatch: Microbatch) -> None:
+        """Raise MalformedMessage if a microbatch cannot be of the round that it names."""
 
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:
         """The turn that a microbatch that is accumulated holds from its forward until its gradient is in the sum."""

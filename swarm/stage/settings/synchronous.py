@@ -6,7 +6,7 @@ again. A round closes with acknowledged microbatches only.
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from fractions import Fraction
 from functools import partial
 
@@ -141,7 +141,6 @@ class SynchronousSetting(Setting):
     def __init__(self, context: StageContext, weights: SynchronousWeights) -> None:
         self._stage = context.stage
         self._context = context
-        self._round_wait_seconds = context.limits.round_wait_seconds
         self._weights = weights
         self._round = context.present_round
         self._ledger = context.records.ledger
@@ -154,16 +153,15 @@ class SynchronousSetting(Setting):
         Microbatches of the last round are admitted, with that round's weights, though they no longer count here. A
         stage that lost all its peers and came back from a checkpoint needs them, because it has to do that round again.
         """
-        self._require_of_its_round(microbatch)
+        self.require_of_its_round(microbatch)
         if microbatch.round < self._round.number:
             self._check_past(microbatch)
         else:
             self._check_round(microbatch)
         self._check_replay(microbatch)
 
-    def _require_of_its_round(self, microbatch: Microbatch) -> None:
-        """Raise MalformedMessage if a microbatch cannot be of the round that it names. Where a later round begins and
-        ends is known only once it is the present one."""
+    def require_of_its_round(self, microbatch: Microbatch) -> None:
+        """Where a later round begins and ends is known only once it is the present one."""
         number, indices = self._weights.round.number, self._context.indices
         is_possible = microbatch.index in indices
         if microbatch.round != number:
@@ -215,9 +213,8 @@ class SynchronousSetting(Setting):
 
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
-    async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        await self._round.wait_for(microbatch.round, self._round_wait_seconds, still_waiting)
-        self._require_of_its_round(microbatch)
+    def due_round(self, microbatch: Microbatch) -> int:
+        return microbatch.round
 
     def look(self) -> None:
         pass

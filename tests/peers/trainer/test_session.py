@@ -33,7 +33,7 @@ from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.pipeline.trainer_paths import TrainerPaths
-from swarm.stage import evaluation
+from swarm.stage import call
 from swarm.stage.generation import SessionLimits
 from swarm.training.samples import TOKENS
 from swarm.types import Block
@@ -85,7 +85,7 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
 async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_comes(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.02)
+    monkeypatch.setattr(call, "PROGRESS_SECONDS", 0.02)
     caplog.set_level(logging.WARNING)
     async with running_chain(SYNCHRONOUS) as chain:
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
@@ -109,7 +109,7 @@ async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_
 async def test_of_peers_that_are_there_and_fail_it_is_not_said_that_there_are_none(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.02)
+    monkeypatch.setattr(call, "PROGRESS_SECONDS", 0.02)
     caplog.set_level(logging.WARNING)
     async with running_chain(SYNCHRONOUS, num_peers=[2, 2, 1]) as chain:
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
