@@ -60,7 +60,7 @@ class Decoder:
         self._is_first, self._is_last = backend.stage == 0, backend.is_last
         self._boundary_in = backend.boundary_in
         self._staging = backend.staging
-        self._device = next(iter(backend.weights.masters.values())).device
+        self._device = backend.weights.device
         self._runtime = runtime
         most_positions = most_bytes // _position_bytes(backend.config, backend.stage)
         self._decoding = Decoding(

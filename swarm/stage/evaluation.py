@@ -32,7 +32,7 @@ class Evaluation:
         self._stage = stage
         self._config = stage.context.config
         self._backend = stage.context.backend
-        self._device = next(iter(stage.context.backend.weights.masters.values())).device
+        self._device = stage.context.backend.weights.device
         self._runtime = stage.context.runtime
         self._evaluating = asyncio.Lock()
         """Held by the one evaluation that is queued at the compute thread, so that evaluations take little of its time

@@ -16,6 +16,7 @@ from torch import nn
 from swarm.config import RunConfig, Timeline
 from swarm.errors import NotReady
 from swarm.events import Events, Repeat
+from swarm.model.functions import fuses
 from swarm.stage.admission import Admission
 from swarm.stage.computation import Computation, Order
 from swarm.stage.context import StageContext
@@ -206,6 +207,7 @@ def weights_of(
         ValueError: the stage has fewer layer groups than the configuration has fragments.
     """
     timeline = timeline or Timeline(config)
+    fused = fuses(next(module.parameters()).device) if fused is None else fused
     if config.rounds.synchronous:
         return SynchronousWeights(config, module, timeline, lineage=lineage, share=share, fused=fused)
     return DilocoWeights(

@@ -17,7 +17,6 @@ from swarm.config.schedule import learning_rate
 from swarm.errors import NotReady
 from swarm.machine.memory import Recycler
 from swarm.model.adapters import trained_parameters
-from swarm.model.functions import fuses
 from swarm.stage import state
 from swarm.stage.buckets import Buckets, GradientBucket, Source, Tensors, Version, Versions, moved
 from swarm.stage.staging import staging_of
@@ -63,7 +62,7 @@ class StageWeights(ABC):
     """Weights, gradients and optimizers of one stage.
 
     Attributes:
-        masters: all parameters that are trained; optimizers write into these.
+        masters: all parameters that are trained, on the `device`; optimizers write into these.
         timeline: the configuration of each round, with the amendments that this peer knows.
         inner_steps: the inner steps of this round; none in the synchronous setting.
     """
@@ -73,8 +72,7 @@ class StageWeights(ABC):
 
     def __init__(
         self, config: RunConfig, module: nn.Module, timeline: Timeline, *, batch_samples: int | None,
-        anchor_device: torch.device, lineage: str, share: Fraction, fused: bool | None = None,
-        outer_memory: Recycler | None = None,
+        anchor_device: torch.device, lineage: str, share: Fraction, fused: bool, outer_memory: Recycler | None = None,
     ) -> None:  # fmt: skip
         """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets, for `outer_memory` OuterSgd, and for
         `share` and `fused` weights_of."""
@@ -85,10 +83,11 @@ class StageWeights(ABC):
         self._outer_memory = outer_memory
         self._memory = Recycler()
         self.masters = trained_parameters(module)
-        self._staging = staging_of(next(iter(self.masters.values())).device)
+        self.device = next(iter(self.masters.values())).device
+        self._staging = staging_of(self.device)
         """The staging for tensors that go to the device, or come from it, at a round's end."""
-        self._fused = fuses(next(iter(self.masters.values())).device) if fused is None else fused
-        self._ends_rounds = round_optimizer(config, outer_memory, fused=self._fused)
+        self._fused = fused
+        self._ends_rounds = round_optimizer(config, outer_memory, fused=fused)
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
         self._versions = Versions(self.masters, self._memory, rounds=config.model.versions == "bf16")
         self._anchor_device = anchor_device

@@ -21,7 +21,6 @@ from swarm.config import RunConfig, Timeline
 from swarm.events import Events, Step
 from swarm.machine.memory import Recycler, in_file
 from swarm.model.adapters import trained_parameters
-from swarm.model.functions import fuses
 from swarm.stage.buckets import GradientBucket, Tensors, Version
 from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
@@ -51,17 +50,15 @@ class DilocoWeights(StageWeights):
     """An inner step whenever a batch is full, and an outer step from the anchor."""
 
     def __init__(
-        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction,
-        events: Events | None = None, fused: bool | None = None, anchors: Path | None = None,
+        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction, fused: bool,
+        events: Events | None, anchors: Path | None,
     ) -> None:  # fmt: skip
         """See weights_of."""
         self._on_disk = None if anchors is None else Recycler(partial(in_file, anchors))
         """Memory for anchors and outer momentum, unless that is RAM."""
         self._events = events or Events()
-        trained = trained_parameters(module)
-        fused = fuses(next(iter(trained.values())).device) if fused is None else fused
         self._inner = gradient_optimizer(config, same_bits=False, fused=fused)
-        self._fragments = dealt(trained, config.averaging.num_fragments)
+        self._fragments = dealt(trained_parameters(module), config.averaging.num_fragments)
         """The names of each fragment's parameters."""
         self._forget()
         self._closings: dict[int, _Closing]

@@ -36,9 +36,8 @@ class SynchronousWeights(StageWeights):
     """One sum of gradients, and one step a round. Owned by the compute thread."""
 
     def __init__(
-        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction,
-        fused: bool | None = None,
-    ) -> None:  # fmt: skip
+        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction, fused: bool
+    ) -> None:
         """See weights_of."""
         self._earlier: Version | None
         """The weights of the last round, once a microbatch was computed with them."""
