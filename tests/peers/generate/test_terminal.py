@@ -90,6 +90,15 @@ async def test_sigterm_ends_it_in_mid_answer(typed: int) -> None:
     assert engine.under_way == 0
 
 
+async def test_a_line_that_cannot_be_read_is_an_error_and_not_awaited_for_ever(
+    typed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with os.fdopen(typed, "w") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            await terminal.talk(scripted_model(ScriptedEngine()), _options())
+
+
 async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine(longest=60)
     engine.fault, engine.fault_after = PeerUnavailable("stage 1 has no peer"), 2
