@@ -155,18 +155,14 @@ class GradientBucket:
     def num_samples(self) -> int:
         return self.amount.samples
 
-    def add(
-        self, gradients: Iterable[torch.Tensor], amount: Amount, *, scale: float = 1.0, is_counted: bool = False
-    ) -> None:
-        """Add gradients, summed over the targets of `amount`, in the order of `sums`.
+    def add(self, gradients: Iterable[torch.Tensor], amount: Amount, *, scale: float = 1.0) -> None:
+        """Add gradients, summed over the targets of `amount`, in the order of `sums`. They are too large by the power
+        of two `scale`."""
+        self._sum_up(gradients, scale)
+        self.amount += amount
 
-        Args:
-            scale: a power of two by which the gradients are too large.
-            is_counted: whether this bucket's own `amount` includes them already.
-        """
+    def _sum_up(self, gradients: Iterable[torch.Tensor], scale: float) -> None:
         torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=1 / scale)
-        if not is_counted:
-            self.amount += amount
 
     def take_out(self, gradients: Iterable[torch.Tensor], amount: Amount, *, scale: float = 1.0) -> None:
         torch._foreach_sub_(list(self.sums.values()), list(gradients), alpha=1 / scale)
@@ -201,7 +197,7 @@ class GradientBucket:
         if len(staying) < len(leaving) and left + kept == self.amount:
             self.clear(kept)
             for source in staying:
-                self.add(again(source), source.amount, scale=source.scale, is_counted=True)
+                self._sum_up(again(source), source.scale)
         else:
             for source in leaving:
                 self.take_out(again(source), source.amount, scale=source.scale)
