@@ -25,9 +25,6 @@ from swarm.types import Block
 
 Result = TypeVar("Result")
 
-_LOOK_SECONDS = 0.25
-"""How often a microbatch that waits for the next round checks whether this peer has fallen behind."""
-
 
 class PresentRound:
     """The round at which the peer is. It never moves the peer: averaging does. `is_behind` says whether this peer's
@@ -36,7 +33,7 @@ class PresentRound:
     def __init__(self, weights: StageWeights) -> None:
         self._weights = weights
         self.is_behind = False
-        self._new = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def number(self) -> int:
@@ -44,25 +41,27 @@ class PresentRound:
 
     def began(self) -> None:
         """Wake all tasks that wait for a round, because the weights are at a new one."""
-        self._new.set()
+        self._changed.set()
 
-    async def reach(self, number: int, seconds: float) -> None:
-        """Wait until this peer is at a round, or a later one. Raises TimeoutError after `seconds`."""
+    def set_behind(self, is_behind: bool) -> None:
+        self.is_behind = is_behind
+        self._changed.set()
+
+    async def reach(self, number: int, seconds: float, *, unless_behind: bool = False) -> None:
+        """Wait until this peer is at a round, or a later one; or, if that is wanted, until it is behind its group.
+        Raises TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
-            while self.number < number:
-                self._new.clear()
-                await self._new.wait()
+            while self.number < number and not (unless_behind and self.is_behind):
+                self._changed.clear()
+                await self._changed.wait()
 
     async def wait_for(self, number: int, seconds: float) -> None:
         """Wait for a round, unless it would take long. Raises NotReady if this peer is behind its group, or `seconds`
         have passed."""
-        now = asyncio.get_running_loop().time
-        deadline = now() + seconds
-        while self.number < number:
-            if self.is_behind or now() >= deadline:
-                raise NotReady(f"this peer is at round {self.number}, and will be for a while")
-            with suppress(TimeoutError):
-                await self.reach(number, min(_LOOK_SECONDS, deadline - now()))
+        with suppress(TimeoutError):
+            await self.reach(number, seconds, unless_behind=True)
+        if self.number < number:
+            raise NotReady(f"this peer is at round {self.number}, and will be for a while")
 
 
 class Answers:

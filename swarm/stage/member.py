@@ -90,7 +90,7 @@ class StageMember:
 
     def set_behind(self, is_behind: bool) -> None:
         """Note whether the group is at a later round, so that microbatches of that round should go to other peers."""
-        self._stage.present_round.is_behind = is_behind
+        self._stage.present_round.set_behind(is_behind)
 
     async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze this member's contribution to the round. A second call returns the same contribution."""

@@ -242,14 +242,14 @@ async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_beh
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         behind, other = chain.at(1)
         is_behind = falls_behind == "before it is asked"
-        behind.stage.present_round.is_behind = is_behind
+        behind.stage.present_round.set_behind(is_behind)
         await begin_next_round([peer for peer in chain.peers if peer is not behind])
         if not is_behind:
             other.stage.admission.close()
         training = asyncio.create_task(chain.train_all([8, 9], round_number=1))
         if not is_behind:
             await eventually(lambda: behind.stage.admission.num_admitted == 2)
-        behind.stage.present_round.is_behind = True
+        behind.stage.present_round.set_behind(True)
         other.stage.admission.open()
         async with asyncio.timeout(StageLimits.round_wait_seconds / 2):
             await training
