@@ -232,7 +232,7 @@ class CompressedAverage:
 
     def _all_of(self, own: Buffer) -> list[Buffer]:
         """The buffers of all workers, which are of equal size."""
-        bytes_N = _tensor(own)
+        bytes_N = buffers.as_tensor(own, len(own), "a vector")
         received = [torch.empty_like(bytes_N) for _ in range(self._num_workers)]
         dist.all_gather(received, bytes_N, group=self._group)
         self._num_sent += len(bytes_N) * (self._num_workers - 1)
@@ -240,14 +240,9 @@ class CompressedAverage:
 
     def _exchanged(self, parts: list[Buffer]) -> list[Buffer]:
         """Send each worker its part, and return the parts that all workers have for this one. All are of equal size."""
-        sent_N = torch.cat([_tensor(part) for part in parts])
+        sent_N = torch.cat([buffers.as_tensor(part, len(part), "a vector") for part in parts])
         received_N = torch.empty_like(sent_N)
         dist.all_to_all_single(received_N, sent_N, group=self._group)
         length = len(sent_N) // self._num_workers
         self._num_sent += length * (self._num_workers - 1)
         return [part_N.numpy().data for part_N in torch.split(received_N, length)]
-
-
-def _tensor(buffer: Buffer) -> torch.Tensor:
-    view = memoryview(buffer).cast("B")
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
