@@ -339,5 +339,5 @@ def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:
     for name in sorted(tensors.keys()):
         tensor = tensors.get_tensor(name)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor_file.bytes_of(tensor))
     return digest.hexdigest()

@@ -63,7 +63,7 @@ class Stream:
     def add(self, tensor: Tensor) -> None:
         """Write the next tensor, which is on the CPU. Blocks. Raises OSError."""
         assert tensor.dtype is float32
-        self._file.write(bytes_of(tensor.detach()))
+        self._file.write(bytes_of(tensor))
 
     def keys(self) -> Collection[str]:
         return self._shapes.keys()
@@ -98,4 +98,4 @@ class Stream:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes: a view of its memory, if it is contiguous."""
-    return tensor.contiguous().reshape(-1).view(uint8).numpy().data
+    return tensor.detach().contiguous().reshape(-1).view(uint8).numpy().data

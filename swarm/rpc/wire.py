@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from swarm.compression import activations
 from swarm.errors import MalformedMessage
+from swarm.machine.tensor_file import bytes_of
 from swarm.rpc.bounds import CHUNK_BYTES, require_bounds
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, StageServiceStub
@@ -170,7 +171,7 @@ def frames(
         if whole:
             frame.pieces.append((header, tensor))
             continue
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        raw = bytes_of(tensor)
         for start in range(0, max(1, raw.nbytes), chunk_bytes):
             if frame.num_tensor_bytes >= chunk_bytes:
                 yield frame

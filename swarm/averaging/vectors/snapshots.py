@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from swarm.errors import IntegrityError, MalformedMessage
+from swarm.machine.tensor_file import bytes_of
 from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.transfers import Segments
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -30,7 +31,7 @@ class TensorBytes:
         self._spans: list[tuple[int, memoryview]] = []
         self.num_bytes = 0
         for tensor in tensors:
-            raw = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+            raw = bytes_of(tensor)
             self._spans.append((self.num_bytes, raw))
             self.num_bytes += raw.nbytes
 
