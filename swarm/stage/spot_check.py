@@ -12,7 +12,7 @@ hop/spot_checks decides what is checked, and what comes of it.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -140,9 +140,9 @@ class SpotCheck:
 
     def _anchor_round(self, request: pb.SpotCheckRequest) -> int | None:
         """The round whose anchor the checked peer says it has used, if that is the present one or the one before."""
-        told, present = _told(request).get(ANCHOR_ROUND), self._stage.round
+        told, present = _by_name(request.digests).get(ANCHOR_ROUND), self._stage.round
         possible = {each: {ANCHOR_ROUND: anchor_tensor(each)} for each in range(max(0, present - 1), present + 1)}
-        return next((each for each, made in possible.items() if _by_name(made)[ANCHOR_ROUND] == told), None)
+        return next((each for each, made in possible.items() if _by_name(digests_of(made))[ANCHOR_ROUND] == told), None)
 
     async def _witness(self, request: pb.SpotCheckRequest) -> None:
         """Remember what other peers of the block have signed. With DiLoCo nothing is signed."""
@@ -207,7 +207,7 @@ class SpotCheck:
             if isinstance(error, RoundMismatch) and (self._is_drifting or self._stage.round > request.round):
                 raise
             raise _NotShown(f"it shows nothing: {error}") from None
-        digests, told = await asyncio.to_thread(_by_name, tensors), _told(request)
+        digests, told = _by_name(await asyncio.to_thread(digests_of, tensors)), _by_name(request.digests)
         # What the sender says accuses nobody, so it counts only if the peer says so itself.
         if ANCHOR_ROUND in told and told[ANCHOR_ROUND] != shown.get(ANCHOR_ROUND):
             raise _NotShown("it says otherwise than before whether it has used the round's anchor")
@@ -242,7 +242,7 @@ class SpotCheck:
         async with Stream(stage_stub(channel).Show(wanted)) as stream:
             while not digests or not reader.complete:
                 message, pieces = parsed(pb.ShowReply, await stream.read(SILENCE_SECONDS))
-                digests = digests or {each.name: each.digest for each in message.digests}
+                digests = digests or _by_name(message.digests)
                 if not digests:
                     raise MalformedMessage("no digests came")
                 for piece in pieces:
@@ -299,9 +299,5 @@ class SpotCheck:
         return "", True
 
 
-def _by_name(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, bytes]:
-    return {each.name: each.digest for each in digests_of(tensors)}
-
-
-def _told(request: pb.SpotCheckRequest) -> Mapping[str, bytes]:
-    return {each.name: each.digest for each in request.digests}
+def _by_name(digests: Iterable[pb.TensorDigest]) -> dict[str, bytes]:
+    return {each.name: each.digest for each in digests}
