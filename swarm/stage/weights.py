@@ -146,11 +146,6 @@ class StageWeights(ABC):
         """
 
     @property
-    def num_unstepped_samples(self) -> int:
-        """Accumulated samples that no step has used yet. May be read from another thread."""
-        return self.buckets.num_samples
-
-    @property
     def num_elements(self) -> int:
         return sum(master.numel() for master in self.masters.values())
 

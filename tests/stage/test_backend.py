@@ -206,5 +206,5 @@ def test_sketches_are_of_what_joins_the_sum_and_come_out_alike_again(model: dict
         again_N = backend.compute_again(number, 0, inputs_of(number), None).sketch.wait()
         assert torch.allclose(again_N, accumulated.sketch.wait(), atol=1e-3)
     assert float(sums_N.norm()) > 1.0
-    assert backend.weights.num_unstepped_samples == 6, "what is computed again joins no sum"
+    assert backend.weights.buckets.num_samples == 6, "what is computed again joins no sum"
     assert backend.budget.num_kept == 0

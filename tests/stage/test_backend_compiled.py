@@ -91,4 +91,4 @@ def test_a_warm_up_leaves_no_trace(stage: int, wire: Literal["fp32", "fp16", "in
     backend.warm_up()
     assert not any(value.any() for value in sums_of([backend]).values())
     assert (backend.weights.version.number, backend.weights.version.users) == (0, 0)
-    assert (backend.weights.num_unstepped_samples, backend.budget.num_kept) == (0, 0)
+    assert (backend.weights.buckets.num_samples, backend.budget.num_kept) == (0, 0)

@@ -195,7 +195,7 @@ def test_what_is_not_finite_leaves_nothing_behind() -> None:
     with pytest.raises(MalformedMessage):
         captured.backward(captured.forward(0, 0, inputs_of(0)), gradient, accumulate=True)
     assert (captured.weights.version.users, captured.budget.num_kept) == (0, 0)
-    assert captured.weights.num_unstepped_samples == 0
+    assert captured.weights.buckets.num_samples == 0
     require_near(story(captured), story(backend_of(_DILOCO, 1, fused=True)), 1e-6)
 
 

@@ -224,7 +224,7 @@ async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> N
         await chain.ack(await late)
         given_up.close()
         await eventually(
-            lambda: first.weights.num_unstepped_samples == 4, meanwhile=lambda: clock.advance(ORPHAN_SECONDS)
+            lambda: first.weights.buckets.num_samples == 4, meanwhile=lambda: clock.advance(ORPHAN_SECONDS)
         )
         assert (chain.states(4)[0], first.weights.round.stepped.samples) == (None, 4)
         await chain.train_all([5, 6])

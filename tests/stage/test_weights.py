@@ -56,7 +56,7 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     newcomer.check(state, digest, round_number=1)
     newcomer.install(state, Round(number=1, run_samples=16, lineage="a"))
     assert newcomer.state_digest() == digest
-    assert (newcomer.round.number, newcomer.num_unstepped_samples) == (1, 0)
+    assert (newcomer.round.number, newcomer.buckets.num_samples) == (1, 0)
     assert newcomer.anchor(0) is None
     average = gradients(8)
     for weights in (holder, newcomer):

@@ -66,5 +66,5 @@ class WireChain:
         return reader.tensors
 
     def _commit(self) -> None:
-        samples = self.stages[0].weights.num_unstepped_samples
+        samples = self.stages[0].weights.buckets.num_samples
         end_rounds([stage.weights for stage in self.stages], num_samples=samples)

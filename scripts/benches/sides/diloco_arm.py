@@ -117,7 +117,7 @@ class DrivenSwarm:
         for _ in range(num_steps):
             for worker in self.workers:
                 await self._train_next(worker)
-        assert not any(worker.weights.num_unstepped_samples for worker in self.workers), "inner steps go on meanwhile"
+        assert not any(worker.weights.buckets.num_samples for worker in self.workers), "inner steps go on meanwhile"
 
     async def _train_next(self, worker: Worker) -> None:
         index = next(self._indices)

@@ -81,7 +81,7 @@ class SynchronousWeights(StageWeights):
 
     @property
     def round_samples(self) -> int:
-        return self.num_unstepped_samples
+        return self.buckets.num_samples
 
     def stop_sum(self) -> None:
         """Let no computation begin that would join the sum, until the round commits or is reopened.

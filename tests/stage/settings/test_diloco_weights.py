@@ -62,7 +62,7 @@ def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch(fused: bool, was
         optim.step(adamw, reference, clipped, config_of("diloco", **options).optimizer.learning_rate)
     assert_same(weights.masters, reference)
     assert_same(weights.version.parameters, reference)
-    assert (weights.round_samples, weights.num_unstepped_samples) == (12, 0)
+    assert (weights.round_samples, weights.buckets.num_samples) == (12, 0)
 
 
 def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -> None:
@@ -72,11 +72,11 @@ def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -
     late.num_tentative = 1
     accumulate(weights, *range(5))
     assert events.taken == [(1, 4)], "the second batch was ready before the first"
-    assert (weights.round_samples, weights.num_unstepped_samples) == (4, 6)
+    assert (weights.round_samples, weights.buckets.num_samples) == (4, 6)
     late.num_tentative = 0
     weights.step_if_due()
     assert events.taken == [(1, 4), (0, 4)]
-    assert (weights.round_samples, weights.num_unstepped_samples) == (8, 2)
+    assert (weights.round_samples, weights.buckets.num_samples) == (8, 2)
 
 
 def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> None:
@@ -91,7 +91,7 @@ def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> 
     assert weights.buckets.open() is first
     accumulate(weights, 0)
     assert events.taken == [(0, 4)]
-    assert weights.num_unstepped_samples == 2
+    assert weights.buckets.num_samples == 2
 
 
 def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
@@ -105,7 +105,7 @@ def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
     second.users = 1
     accumulate(weights, *range(2, 6))
     assert events.taken == [(0, 4), (1, 4)], "the third step waits"
-    assert weights.num_unstepped_samples == 4
+    assert weights.buckets.num_samples == 4
     late.users = 0
     weights.step_if_due()
     assert events.taken == [(0, 4), (1, 4), (2, 4)]
@@ -151,7 +151,7 @@ def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_
     contribution, version = weights.contribute().tensors, weights.version
     accumulate(weights, *range(2, 4))
     assert weights.version is version
-    assert weights.num_unstepped_samples == 4
+    assert weights.buckets.num_samples == 4
     assert_same(weights.contribute().tensors, contribution)
     weights.reopen()
     assert weights.version is not version
@@ -165,16 +165,16 @@ def test_a_round_that_stays_closed_for_long_takes_steps_one_after_the_other() ->
     accumulate(weights, *range(2, 6))
     for num_left in (4, 0):
         weights.train_on()
-        assert weights.num_unstepped_samples == num_left
+        assert weights.buckets.num_samples == num_left
     weights.train_on()
     accumulate(weights, *range(6, 10))
-    assert weights.num_unstepped_samples == 4, "what is not due yet is taken later"
+    assert weights.buckets.num_samples == 4, "what is not due yet is taken later"
     commit_without_steps(weights)
     weights.step_if_due()
     weights.train_on()
     weights.contribute()
     accumulate(weights, *range(10, 12))
-    assert weights.num_unstepped_samples == 4, "the next round is like any other"
+    assert weights.buckets.num_samples == 4, "the next round is like any other"
 
 
 def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() -> None:
@@ -184,7 +184,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     closing = weights.contribute()
     at_closing = values_of(weights.masters)
     accumulate(weights, *range(2, 6))
-    assert weights.num_unstepped_samples == 4, "one step at most while the round is exchanged"
+    assert weights.buckets.num_samples == 4, "one step at most while the round is exchanged"
     change = {name: weights.masters[name].detach() - at_closing[name] for name in anchor}
     assert any(bool(value.any()) for value in change.values())
     # A second closing includes what was learnt meanwhile, and its result is the one that is committed here.
@@ -200,7 +200,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     assert_same(weights.anchored(0).parameters, anchor)
     # The steps of the backlog were taken at once, after the batches that were carried over.
     assert weights.round_samples == 8
-    assert weights.num_unstepped_samples == 0
+    assert weights.buckets.num_samples == 0
 
 
 @pytest.mark.parametrize(("decided", "is_named"), [(0, True), (1, True), (1, False)])
@@ -322,7 +322,7 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
     )
     assert_same(weights.version.parameters, dict(weights.masters))
-    assert (weights.round.stepped.samples, weights.num_unstepped_samples) == (8, 0)
+    assert (weights.round.stepped.samples, weights.buckets.num_samples) == (8, 0)
     for _ in range(num_fragments):
         closing = weights.contribute()
         assert closing.num_samples == 8
