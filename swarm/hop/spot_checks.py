@@ -30,6 +30,7 @@ from blake3 import blake3
 from swarm.errors import SwarmError
 from swarm.honesty.drift import FIRST_ROUND
 from swarm.hop.answers import HopReply, Tensors
+from swarm.machine.tensor_file import bytes_of
 from swarm.machine.words import printable
 from swarm.routing.router import Router
 from swarm.rpc.ask import address_of, ask
@@ -327,9 +328,5 @@ def anchor_tensor(anchor_round: int) -> torch.Tensor:
 
 def digests_of(tensors: Tensors) -> list[pb.TensorDigest]:
     """The BLAKE3 digest of each tensor's bytes as they travel. Runs in a thread: it may read many megabytes."""
-    return [pb.TensorDigest(name=name, digest=_digest(tensor)) for name, tensor in sorted(tensors.items())]
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return blake3(raw.numpy().data).digest()
+    digests = {name: blake3(bytes_of(tensor.cpu())).digest() for name, tensor in sorted(tensors.items())}
+    return [pb.TensorDigest(name=name, digest=digest) for name, digest in digests.items()]
