@@ -55,7 +55,6 @@ class Decoder:
     def __init__(self, backend: StageBackend, runtime: Runtime, *, most_bytes: int) -> None:
         """All sessions together will take `most_bytes` at most, as session_bytes counts them, and recordings as much
         again."""
-        self._config = backend.config
         self._module = backend.module
         self._is_first, self._is_last = backend.stage == 0, backend.is_last
         self._boundary_in = backend.boundary_in

@@ -109,14 +109,12 @@ class TaskQueue:
 
 class Runtime:
     """Runs tasks in order of priority on a thread of its own. `stopwatch` begins to measure a task, on the device that
-    does the work. `now` gives seconds on a monotonic clock."""
+    does the work."""
 
     def __init__(
-        self, *, queue_capacity: int, name: str = "compute", stopwatch: Callable[[], Stopwatch] = Stopwatch,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self, *, queue_capacity: int, name: str = "compute", stopwatch: Callable[[], Stopwatch] = Stopwatch
+    ) -> None:
         self._stopwatch = stopwatch
-        self._now = now
         self._queue = TaskQueue(queue_capacity)
         self._ages = itertools.count()
         self._age_of: dict[int, int] = {}
@@ -124,7 +122,7 @@ class Runtime:
         self._condition = threading.Condition()
         self._stopping = False
         self._running = False
-        self._ended_at = now()
+        self._ended_at = time.monotonic()
         self._worked: tuple[float, float | None] = (0.0, None)
         """For how long tasks have run that have ended, and when the running one began: read together."""
         self._device_seconds = 0.0
@@ -146,13 +144,13 @@ class Runtime:
     @property
     def quiet_seconds(self) -> float:
         """The seconds since a task ended, or since this was made."""
-        return self._now() - self._ended_at
+        return time.monotonic() - self._ended_at
 
     @property
     def busy_seconds(self) -> float:
         """For how long tasks have run so far: on the thread, or on the device if that took longer."""
         ended_seconds, began_at = self._worked
-        running_seconds = 0.0 if began_at is None else self._now() - began_at
+        running_seconds = 0.0 if began_at is None else time.monotonic() - began_at
         return ended_seconds + running_seconds + self._device_seconds
 
     @property
@@ -183,10 +181,10 @@ class Runtime:
         """
 
         def timed() -> tuple[_Result, Stopwatch, float]:
-            stopwatch, began_at = self._stopwatch(), self._now()
+            stopwatch, began_at = self._stopwatch(), time.monotonic()
             result = work()
             stopwatch.stop()
-            return result, stopwatch, self._now() - began_at
+            return result, stopwatch, time.monotonic() - began_at
 
         task = self.submit(timed, priority=priority, age=age)
         try:
@@ -229,13 +227,13 @@ class Runtime:
             del task, result  # a waiting thread must not keep a microbatch's tensors alive
 
     def _measured(self, work: Callable[[], Any]) -> Any:
-        began_at = self._now()
+        began_at = time.monotonic()
         self._worked = (self._worked[0], began_at)
         try:
             return work()
         finally:
             # Set before the caller gets the result, because the caller may read these figures at once.
-            self._ended_at = self._now()
+            self._ended_at = time.monotonic()
             self._worked = (self._worked[0] + self._ended_at - began_at, None)
             self.longest_seconds = max(self.longest_seconds, self._ended_at - began_at)
 
