@@ -47,7 +47,7 @@ def treat_rows(work: Work, group: Sequence[torch.Tensor]) -> None:
         work(torch, torch.empty_like(piece[0]), *piece)
 
 
-def _stored(operation: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., None]:
+def _stored(operation: Callable[..., tuple[torch.Tensor, ...] | list[torch.Tensor]]) -> Callable[..., None]:
     def store(*operands: Any, out: list[torch.Tensor]) -> None:
         torch._foreach_copy_(out, operation(*operands))
 
