@@ -203,10 +203,10 @@ async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(
         last, num_begun = chain.peers[2], 0
         begin = last.stage.begin
 
-        async def counted(*arguments: Any) -> Computation:
+        def counted(*arguments: Any) -> Computation:
             nonlocal num_begun
             num_begun += 1
-            return await begin(*arguments)
+            return begin(*arguments)
 
         member = StageMember(last.stage, num_alive=lambda: 1)
         snapshot = await member.snapshot()
