@@ -39,10 +39,8 @@ async def test_a_lie_begins_at_its_round_and_changes_the_contribution_alone(
     assert told[2].num_samples == 1
 
 
-@pytest.mark.parametrize(
-    ("way", "kind", "num_rounds"),
-    [pytest.param("labels", "computed", 10, marks=pytest.mark.slow), ("zeros", "computed", 3)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "kind", "num_rounds"), [("labels", "computed", 10), ("zeros", "computed", 3)])
 async def test_a_liar_among_stage_peers_is_found_in_what_it_computes_and_in_what_it_contributes(
     way: str, kind: str, num_rounds: int, text: str, tmp_path: Path
 ) -> None:

@@ -129,7 +129,8 @@ async def test_who_states_sketches_to_fit_has_signed_others(tmp_path: Path) -> N
 # -- honest members ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_nobody_is_accused_while_peers_die_and_join_and_answers_are_given_up(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     async with whole_swarm(_config(32, check_share=0.3), tmp_path / "events", num_peers=(1, 2, 4)) as swarm:

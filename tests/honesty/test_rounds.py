@@ -107,7 +107,7 @@ class Rounds:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("is_diloco", [False, True])
+@pytest.mark.parametrize("is_diloco", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_three_hundred_honest_rounds_with_churn_nobody_is_named(seed: int, is_diloco: bool) -> None:
     rounds = Rounds(seed, num_members=8, is_diloco=is_diloco)
     for number in range(300):
