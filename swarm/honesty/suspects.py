@@ -93,6 +93,12 @@ def _agreement(place: int, rounds: Collection[_Words]) -> tuple[int, bool]:
     return num_rounds, num_rounds >= NAMED_AFTER and num_rounds + num_unknown == ROUNDS
 
 
+def _most_agreement(rounds: Collection[_Words]) -> tuple[int, bool]:
+    """The same at the place at which the member was out of line in the most rounds."""
+    places = {part.start for words in rounds for part, _ in words.by_owner.values()}
+    return max(_agreement(place, rounds) for place in places)
+
+
 @dataclass(eq=False)
 class Suspects:
     """One member's conclusions about the other members of its block, and about itself."""
@@ -152,13 +158,8 @@ class Suspects:
         somebody is in doubt. One round's words are no doubt yet: most are chance, and an owner that keeps its part sees
         whether somebody gives again what it gave before."""
         ordered = sorted(peer_ids)
-        is_doubted = any(
-            _agreement(part.start, rounds.values())[0] >= DOUBTED_AFTER
-            for rounds in self._words.values()
-            for words in rounds.values()
-            for part, _ in words.by_owner.values()
-        )
-        # No part stays with its owner then: whose part others lie in would look as if its sums were wrong.
+        is_doubted = any(_most_agreement(rounds.values())[0] >= DOUBTED_AFTER for rounds in self._words.values())
+        # Where others lie in a part, the sum of its owner looks wrong as well. So no owner keeps its part then.
         shift = 1 + round_number % max(1, len(ordered) - 1) if is_doubted or self._computed else 0
         return ordered[shift:] + ordered[:shift]
 
@@ -239,7 +240,7 @@ class Suspects:
             return None
         said = [*chain.from_iterable(words.by_owner.items() for words in rounds.values())]
         accusers = {owner for owner, _ in said if owner in owners}
-        num_rounds, is_always = max(_agreement(part.start, rounds.values()) for _, (part, _) in said)
+        num_rounds, is_always = _most_agreement(rounds.values())
         words = rounds[round_number]
         if num_rounds < LEFT_OUT_AFTER:
             accusers = words.clear_to & words.by_owner.keys() & owners
