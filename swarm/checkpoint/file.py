@@ -260,7 +260,7 @@ def config_of(path: Path) -> RunConfig:
 def parameters(path: Path) -> set[str]:
     """Names of the parameters whose state a file holds. Raises IntegrityError if it cannot be read."""
     with tensor_file.opened(path, IntegrityError) as file:
-        return {key.removeprefix("anchor/") for key in file.keys() if key.startswith("anchor/")}  # noqa: SIM118
+        return {key.removeprefix("anchor/") for key in file.keys() if key.startswith("anchor/")}  # noqa: SIM118 - no mapping
 
 
 def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
@@ -269,7 +269,7 @@ def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
     Raises IntegrityError if the file cannot be read.
     """
     with tensor_file.opened(path, IntegrityError) as file:
-        found = [key for key in file.keys() if f"{key}/".split("/")[1] in wanted]  # noqa: SIM118
+        found = [key for key in file.keys() if f"{key}/".split("/")[1] in wanted]  # noqa: SIM118 - no mapping
         return {key: file.get_tensor(key) for key in found}
 
 

@@ -250,8 +250,9 @@ class SpotChecks:
         others = self._others(drawn.peer)
         for other in self._rng.sample(others, min(MOST_ASKED, len(others))):
             reply = await self._ask(other, request)
+            said = printable(reply.reason[:LONGEST_REASON])
             if reply.verdict == _Reply.VERDICT_DIFFERS:
-                wrong[other] = printable(reply.reason[:LONGEST_REASON])
+                wrong[other] = said
                 num_proofs += reply.is_proof
             elif reply.verdict == _Reply.VERDICT_AGREES:
                 right.append(other)
@@ -267,7 +268,7 @@ class SpotChecks:
                 is_alive, standing.num_since = standing.num_since > 0, 0
                 standing.not_shown_to.add(other)
                 if len(standing.not_shown_to) >= LEAST_WRONG and is_alive:
-                    reason = f"it does not show others what it computed: {printable(reply.reason[:LONGEST_REASON])}"
+                    reason = f"it does not show others what it computed: {said}"
                     self._distrust(drawn.peer, microbatch, reason)
                 return
         if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):
