@@ -41,12 +41,14 @@ class Listener:
         self.url = f"http://{endpoint_of(host, port)}"
 
     async def serve(self, app: ASGIApp, stop: asyncio.Event, *, with_websockets: bool = False) -> None:
-        """Answer requests until `stop` is set. Answers under way then have a few seconds."""
+        """Answer requests until `stop` is set. Answers under way then have a few seconds. The address is free
+        afterwards, also when this is cancelled."""
         server = _Uvicorn(_config(app, with_websockets=with_websockets))
-        async with asyncio.TaskGroup() as tasks:
-            ending = tasks.create_task(server.end_after(stop))
-            await server.serve(sockets=[self._socket])
-            ending.cancel()
+        with self._socket:
+            async with asyncio.TaskGroup() as tasks:
+                ending = tasks.create_task(server.end_after(stop))
+                await server.serve(sockets=[self._socket])
+                ending.cancel()
 
     def close(self) -> None:
         self._socket.close()
