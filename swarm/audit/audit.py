@@ -26,6 +26,9 @@ from swarm.events import Install, Start
 from swarm.training.tally import EMPTY, Given, Tally
 from swarm.types import Block
 
+_MOST_OF_ROUND = 1 << 20
+"""No round has more microbatches than these. Without a bound, one forged number would keep an audit busy for years."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
@@ -97,7 +100,8 @@ def judge(start: Start, rounds: CommittedRounds, *, files: int, seen: Set[Block]
     num_acknowledged = sum(map(len, acknowledged.values()))
     committed: dict[Block, set[int]] = {block: set() for block in branches}
     for (block, _), round_ in rounds.rounds.items():
-        committed[block].add(round_.number)
+        if block in committed:
+            committed[block].add(round_.number)
     return Report(
         run=start.run, setting=start.setting, files=files, findings=rounds.findings,
         rounds_committed=len(set.intersection(*committed.values())), rounds_aborted=rounds.num_aborted(),
@@ -128,6 +132,9 @@ def _check_all_seen(start: Start, seen: Set[Block], findings: Findings) -> None:
 
 
 def _check_complete(round_: CommittedRound, microbatches: IdSet, indices: range, start: Start) -> None:
+    if indices.stop - indices.start > _MOST_OF_ROUND:
+        round_.violation(f"is said to have more than {_MOST_OF_ROUND} microbatches")
+        return
     wanted = IdSet(index for index in indices if start.passes(index, round_.block))
     if missing := wanted.without(microbatches):
         round_.findings.missing += len(missing)
@@ -302,3 +309,6 @@ def audit(paths: Sequence[Path]) -> Report:
 def _check_same_run(path: Path, start: Start, first_path: Path, first: Start) -> None:
     if start.run != first.run:
         raise ValueError(f"{path} is of run {start.run}, and {first_path} of run {first.run}")
+    of_run = "setting", "num_stages", "num_fragments", "round_microbatches", "paths"
+    if any(getattr(start, name) != getattr(first, name) for name in of_run):
+        raise ValueError(f"{path} and {first_path} tell different things about run {start.run}: one of them is forged")

@@ -38,7 +38,7 @@ from swarm.events import (
 )
 from swarm.machine import json_file
 from swarm.training.run_rounds import next_lineage
-from swarm.types import Block
+from swarm.types import LARGEST_STAGE, TRAINER_STAGE, Block
 
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(event) for name, event in NAMES.items()}
 
@@ -61,7 +61,7 @@ def read(path: Path) -> Iterator[Line]:
     """Yield the events of a file. A file with nothing but one unfinished line gives none. Raises ValueError, of one
     line, if the file is no event log, or is broken, and OSError if it cannot be read."""
     broken: str | None = None
-    started, text = False, b""
+    start, text = None, b""
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
             try:
@@ -74,13 +74,13 @@ def read(path: Path) -> Iterator[Line]:
             if broken is not None and not isinstance(line.event, Start | Gap):
                 break
             broken = None
-            if not started and not isinstance(line.event, Start):
+            start = line.event if isinstance(line.event, Start) else start
+            if start is None:
                 raise ValueError(f"{path}: no start before line {number}: this is not the whole log of a process")
-            started = True
-            if isinstance(line.event, Start) and line.event.format != FORMAT:
-                raise ValueError(
-                    f"{path} was written by swarm {line.event.software} in another format: audit it with that version"
-                )
+            if start.format != FORMAT:
+                raise ValueError(f"{path} is in another format, of swarm {start.software}: audit it with that version")
+            if not _fits(line, start):
+                raise ValueError(f"{path}: line {number} is about a stage or a fragment that the run does not have")
             yield line
         else:
             if not text.endswith(b"\n"):
@@ -103,6 +103,17 @@ def _parse(text: bytes) -> Line:
     except (ValueError, OverflowError, TypeError, AttributeError) as error:
         raise ValueError(type(error).__name__ if not isinstance(error, ValueError) else "not JSON") from None
     return Line(event=event, monotonic=monotonic, block=block)
+
+
+def _fits(line: Line, start: Start) -> bool:
+    """Whether a line is about a stage and a fragment that there can be."""
+    stage = start.stage if line.block is None else line.block.stage
+    fragment = line.event.fragment if isinstance(line.event, Close) else 0
+    return (
+        TRAINER_STAGE <= stage < start.num_stages <= LARGEST_STAGE + 1
+        and 0 <= fragment < start.num_fragments <= LARGEST_STAGE
+        and all(len(path) == start.num_stages for path in start.paths)
+    )
 
 
 class History:
@@ -162,11 +173,9 @@ _IN_ANOTHER_ROUND = "accumulated in another round than its own"
 
 
 class _Life:
-    """One block from the time when a process begins to serve it until it begins to serve it again.
-
-    After it has left the block, the round under way may still be committed, what no round takes is undone, and the
-    digest of its last state becomes known.
-    """
+    """One block from the time when a process begins to serve it until it begins to serve it again. After it has left
+    the block, the round under way may still be committed, what no round takes is undone, and the digest of its last
+    state becomes known."""
 
     def __init__(self, name: str, block: Block, start: Start, rounds: CommittedRounds) -> None:
         self.round = 0

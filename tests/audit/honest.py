@@ -196,6 +196,14 @@ def edit(path: Path, change: Callable[[Lines], Lines | None]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in changed))
 
 
+def edit_first(path: Path, event: str, changes: Mapping[str, object]) -> int:
+    """Change the first line of an event's kind, and return the line's number."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    place = next(place for place, line in enumerate(lines) if line["event"] == event)
+    edit(path, lambda lines: lines[place].update(changes) or lines)
+    return place + 1
+
+
 def honest_run(folder: Path, setting: str = "synchronous", *, has_span: bool = False) -> HonestRun:
     """Three rounds, without a fault."""
     run = HonestRun(folder, setting, has_span=has_span)

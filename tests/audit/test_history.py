@@ -7,7 +7,7 @@ import pytest
 
 from swarm.audit.audit import audit
 from swarm.events import Gap
-from tests.audit.honest import edit, honest_run, one_violation
+from tests.audit.honest import edit, edit_first, honest_run, one_violation
 
 
 def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
@@ -73,6 +73,51 @@ def test_a_file_of_another_run_is_named(tmp_path: Path) -> None:
     edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[0].update(run="run.2") or lines)
     with pytest.raises(ValueError, match=r"peer-1a.jsonl is of run run.2, and .*peer-0a.jsonl of run run.1"):
         audit(run.files)
+
+
+@pytest.mark.parametrize(
+    ("event", "forged"),
+    [
+        ("start", {"num_stages": 0}),
+        ("start", {"num_stages": 1 << 60}),
+        ("start", {"num_fragments": 0}),
+        ("start", {"num_fragments": 1 << 60}),
+        ("start", {"paths": [[0]]}),
+        ("start", {"stage": 7}),
+        ("close", {"fragment": 1}),
+        ("close", {"fragment": -1}),
+        ("accumulate", {"block": "7"}),
+    ],
+)
+def test_a_line_about_what_no_run_has_is_named(event: str, forged: dict[str, object], tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    changed = edit_first(tmp_path / "peer-1a.jsonl", event, forged)
+    with pytest.raises(ValueError, match=rf"peer-1a.jsonl: line {changed} is about a stage or a fragment that the run"):
+        audit(run.files)
+
+
+@pytest.mark.parametrize("forged", [{"num_stages": 3}, {"num_fragments": 2}, {"paths": [[0, 0], [0, 1]]}])
+def test_files_that_disagree_about_the_run_are_named(forged: dict[str, object], tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    edit_first(tmp_path / "peer-1a.jsonl", "start", forged)
+    with pytest.raises(ValueError, match=r"peer-1a.jsonl and .*peer-0a.jsonl tell different things about run run.1"):
+        audit(run.files)
+
+
+def test_a_round_of_endless_size_is_named_at_once(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    edit_first(tmp_path / "peer-1a.jsonl", "commit", {"next_microbatch": 1 << 60})
+    assert any("is said to have more than" in line for line in audit(run.files).findings.violations)
+
+
+def test_a_commit_in_a_trainers_log_is_named(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    lines = (tmp_path / "peer-0a.jsonl").read_text().splitlines(keepends=True)
+    commit = next(line for line in lines if '"commit"' in line)
+    with (tmp_path / "trainer.jsonl").open("a") as file:
+        file.write(commit.replace('"block":"0",', ""))
+    found = audit(run.files).findings.violations
+    assert any(line.startswith("trainer") for line in found), found
 
 
 def test_nothing_to_audit(tmp_path: Path) -> None:
