@@ -112,7 +112,7 @@ def summary(setting: str, found: Found) -> dict[str, Any]:
         "reached": {
             "caught": caught.get("all", 0.0) >= GOALS[setting], "falsely_named": falsely == 0,
             "overhead": honest["overhead"] <= MOST_OVERHEAD,
-            "loss": all(abs(figures["loss_ratio"] - 1.0) <= 0.01 for figures in ways.values()),
+            "loss": all(figures["loss_ratio"] <= 1.01 for figures in ways.values()),
         },
     }  # fmt: skip
 

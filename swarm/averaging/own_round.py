@@ -22,7 +22,7 @@ from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import Received
 from swarm.compression.feedback import Residual
 from swarm.events import Abort
-from swarm.honesty.comparison import MEAN_GRADIENTS, STEPS
+from swarm.honesty.comparison import growth_of
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult
 from swarm.training.sketches import NOTHING_STATED, Stated
@@ -216,7 +216,7 @@ class OwnRound:
         self._group = place.group
         self._member = member
         config = place.timeline.at(place.standing.round)
-        growth = MEAN_GRADIENTS if config.rounds.synchronous else STEPS
+        growth = growth_of(is_synchronous=config.rounds.synchronous)
         self.exchanges = Exchanges(config.averaging, context.own_id, disproved=member.disproved, growth=growth)
         self._closing: Closing | None = None
         """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs

@@ -23,7 +23,6 @@ from swarm.averaging.vectors.terms import Average, digest_of_whole
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, OtherMembers, Payload, record_of
 from swarm.events import Begin, Prepare
-from swarm.machine.words import printable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundResult, Tensors
 from swarm.training.sketches import NOTHING_STATED, Stated
@@ -290,7 +289,7 @@ class Participant:
             except Refused as refused:
                 return refused
             if was_active == ballot:
-                await self.own_round.reopen(printable(request.reason[: messages.LONGEST_REASON]), ballot)
+                await self.own_round.reopen(messages.unpack_reason(request.reason), ballot)
         return None
 
     def _require_follower(self, ballot: Ballot) -> None:

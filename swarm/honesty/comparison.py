@@ -97,6 +97,11 @@ another way. In trials of a small model with 1 to 12 steps the power was 0.56 to
 says by 10 % to 20 %, those of newcomers whose optimizer has no past by up to 2.5 times in their first round."""
 
 
+def growth_of(*, is_synchronous: bool) -> Growth:
+    """How the norms of the contributions to synchronous rounds, or to DiLoCo's, grow."""
+    return MEAN_GRADIENTS if is_synchronous else STEPS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """The comparison of the contributions to one part.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarm.honesty.comparison import MEAN_GRADIENTS, STEPS, Comparison, Memory
+from swarm.honesty.comparison import Comparison, Memory, growth_of
 from swarm.honesty.suspects import ROUNDS, Suspects
 
 LAYER, NUM_LAYERS = 4096, 3
@@ -94,7 +94,7 @@ class Rounds:
                 by_name[name].memory.begin(SIZE)
                 comparison = Comparison(
                     amounts={each: amounts[each] for each in order}, part=place, layers=LAYERS,
-                    memory=by_name[name].memory, growth=STEPS if self.is_diloco else MEAN_GRADIENTS,
+                    memory=by_name[name].memory, growth=growth_of(is_synchronous=not self.is_diloco),
                 )  # fmt: skip
                 said[name] = comparison.deviations({each: vectors[each][place] for each in order})
             out = {found.peer_id for found in self.suspects.judge(self.round, said, places)}

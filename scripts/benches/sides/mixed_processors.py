@@ -28,7 +28,7 @@ from swarm.compression import buffers
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import PeerUnavailable
-from swarm.honesty.comparison import MEAN_GRADIENTS, STEPS, Comparison, Memory, layers_of
+from swarm.honesty.comparison import Comparison, Memory, growth_of, layers_of
 from swarm.honesty.suspects import Suspects
 from swarm.stage.spot_check import TOLERANCE
 from swarm.training.samples import amount
@@ -238,7 +238,7 @@ class MixedRounds:
                 memory.begin(length)
                 comparison = Comparison(
                     amounts=amounts, part=part, layers=layers, memory=memory,
-                    growth=MEAN_GRADIENTS if self.config.rounds.synchronous else STEPS,
+                    growth=growth_of(is_synchronous=self.config.rounds.synchronous),
                 )  # fmt: skip
                 said[owner] = comparison.deviations({name: vectors[name][part] for name in order})
                 self.num_words[0] += len(said[owner])

@@ -193,8 +193,12 @@ def pack_failure(failed: MemberFailed) -> pb.Failure:
 
 def unpack_failure(failure: pb.Failure) -> MemberFailed:
     """The inverse of `pack_failure`, with ids and a reason that are short enough to be logged and passed on."""
-    reason = printable(failure.reason[:LONGEST_REASON])
+    reason = unpack_reason(failure.reason)
     return MemberFailed(failure.blamed_id[:LONGEST_ID], reason, noticed_by=failure.noticed_by_id[:LONGEST_ID])
+
+
+def unpack_reason(reason: str) -> str:
+    return printable(reason[:LONGEST_REASON])
 
 
 def pack_deviations(deviations: Iterable[Deviation]) -> list[pb.Deviation]:
@@ -212,7 +216,7 @@ def unpack_deviations(told: Sequence[pb.Deviation]) -> list[Deviation]:
     unpack_ids([deviation.peer_id for deviation in told])
     return [
         Deviation(
-            peer_id=each.peer_id, reason=printable(each.reason[:LONGEST_REASON]), is_computed=each.is_computed,
+            peer_id=each.peer_id, reason=unpack_reason(each.reason), is_computed=each.is_computed,
             is_clear=each.is_clear,
         )
         for each in told[:MOST_IDS]
