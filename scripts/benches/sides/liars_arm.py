@@ -38,8 +38,8 @@ INNER_STEPS = 6
 MICROBATCHES_EACH = 12
 """Microbatches of each peer in a synchronous round."""
 SAMPLES = {"synchronous": 4, "diloco": 32}
-"""Samples of 32 tokens in a microbatch. An inner step of DiLoCo takes one: with 8 samples, directions of honest peers in
-one layer differ so much that a lie in one layer is not found."""
+"""Samples, of 32 tokens, of a microbatch. An inner step of DiLoCo takes one microbatch: with 8 samples the directions
+of honest peers differ so much that a lie in one layer is not found."""
 CHECK_SHARE = 0.12
 """With it all but one of the ten ways are found nearly always, and one wrong microbatch in ten half the time."""
 HONEST_ROUNDS = 6
