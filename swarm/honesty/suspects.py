@@ -195,17 +195,33 @@ class Suspects:
             words.num_owners = max(words.num_owners, len(said.keys() - {peer}))
         self._find_false_accusers(round_number, said.keys(), parts)
         wrong = {each.peer_id for words in said.values() for each in words if each.is_computed}
-        computed = [
-            found for peer in parts if peer in wrong and (found := self._judge_computed(peer, round_number, said))
+        found = [
+            verdict for peer in parts if peer in wrong and (verdict := self._judge_computed(peer, round_number, said))
         ]  # fmt: skip
-        others = [peer for peer in accused if all(found.peer_id != peer for found in computed)]
-        return computed + [
-            found for peer in others if (found := self._judge(peer, round_number, said.keys() - {peer}))
+        others = [peer for peer in accused if all(out.peer_id != peer for out, _ in found)]
+        found += [
+            verdict for peer in others if (verdict := self._judge(peer, round_number, said.keys() - {peer}))
         ]  # fmt: skip
+        num_gone = sum(number == round_number for peer, number in self._left_out.items() if peer not in parts)
+        if found and 2 * (num_gone + len(found)) >= num_gone + len(parts):
+            logger.warning(
+                "round %d has %d members, and as many as %d are said to be out of line: no more of them are left out, "
+                "since the others would be no majority that can commit it",
+                round_number, num_gone + len(parts), num_gone + len(found),
+            )  # fmt: skip
+            return []
+        for out, named in found:
+            self._left_out[out.peer_id] = round_number
+            logger.warning(
+                "the contribution of %s to round %d is out of line: %s", out.peer_id, round_number, out.reason
+            )
+            if named is not None:
+                self._name(out.peer_id, named)
+        return [out for out, _ in found]
 
     def _judge_computed(
         self, peer: str, round_number: int, said: Mapping[str, Sequence[Deviation]]
-    ) -> Deviation | None:
+    ) -> tuple[Deviation, Named | None] | None:
         """Leave a member out, and name it at once, if most others have found by computing that it answers or
         contributes wrongly: that does not happen by chance. A peer that starts again may contradict itself in one
         round. So who has only contradicted itself is named once most have found it even without that round."""
@@ -215,26 +231,18 @@ class Suspects:
             return None
         reason = min(each.reason for rounds in found.values() for each in rounds.values())
         why = f"{len(found)} of {len(others)} others have found it by computing: {reason}"
-        self._left_out[peer] = round_number
+        found_out = Deviation(peer_id=peer, reason=why, is_computed=True)
         num_sure = min(
             sum(any(each.is_clear or number != odd for number, each in rounds.items()) for rounds in found.values())
             for odd in {number for rounds in found.values() for number in rounds}
         )  # fmt: skip
         if 2 * num_sure <= len(others):
-            logger.warning("the contribution of %s to round %d is left out: %s", peer, round_number, why)
-            return Deviation(peer_id=peer, reason=why, is_computed=True)
+            return found_out, None
         by = ", ".join(accuser[:8] for accuser in sorted(found)[:MOST_SHOWN])
-        self._name(
-            peer,
-            Named(
-                round_number,
-                f"{peer} lies: its answers or its contributions are wrong, by the word of {by} in round "
-                f"{round_number}; {why}",
-            ),
-        )
-        return Deviation(peer_id=peer, reason=why, is_computed=True)
+        line = f"{peer} lies: its answers or its contributions are wrong, by the word of {by} in round {round_number}"
+        return found_out, Named(round_number, f"{line}; {why}")
 
-    def _judge(self, peer: str, round_number: int, owners: Set[str]) -> Deviation | None:
+    def _judge(self, peer: str, round_number: int, owners: Set[str]) -> tuple[Deviation, Named | None] | None:
         rounds = self._words.get(peer, {})
         if round_number not in rounds:
             return None
@@ -248,15 +256,13 @@ class Suspects:
             return None
         _, reason = next(iter(words.by_owner.values()))
         why = f"{len(accusers)} of {len(owners)} owners of other parts say so, in {num_rounds} of the last rounds"
-        why = f"{why}: {reason}"
-        self._left_out[peer] = round_number
-        logger.warning("the contribution of %s to round %d is out of line: %s", peer, round_number, why)
+        why, named = f"{why}: {reason}", None
         num_words = sum(min(MOST_OF_A_ROUND, len(words.by_owner)) for words in rounds.values())
         if is_always or (num_rounds >= NAMED_AFTER and num_words >= MANY_WORDS):
             by = ", ".join(accuser[:8] for accuser in sorted(accusers)[:MOST_SHOWN])
             line = f"{peer} lies: its contributions are out of line again and again, by the word of {by}"
-            self._name(peer, Named(round_number, f"{line} until round {round_number}; {why}"))
-        return Deviation(peer_id=peer, reason=why)
+            named = Named(round_number, f"{line} until round {round_number}; {why}")
+        return Deviation(peer_id=peer, reason=why), named
 
     def _find_false_accusers(self, round_number: int, owners: Set[str], parts: Mapping[str, slice]) -> None:
         """Name the owners that have accused somebody for many rounds in nearly all places, with few others at most."""

@@ -149,6 +149,23 @@ async def test_a_liar_is_left_out_and_named(setting: str, lie: str, caplog: pyte
         assert f"the contribution of {peer_id(LIAR)} to round {FROM} is out of line: 5 of 5 owners" in caplog.text
 
 
+@in_virtual_time
+async def test_sums_that_lies_have_made_odd_get_no_honest_owner_into_doubt(caplog: pytest.LogCaptureFixture) -> None:
+    """Three lies weigh as much as what five others give, so that no sum looks as if anybody's contribution were in it.
+    They are left out of each round at once, and its second exchange has no more of them."""
+    liars = [LIAR, LIAR + 2, LIAR + 4]
+    async with group("synchronous", 8) as network:
+        for number in liars:
+            stage(network, number).lie = lambda tensors: {name: -2.3 * value for name, value in tensors.items()}
+        for _ in range(NAMED_AFTER + 2):
+            await commit(network)
+        honest = [stage(network, number) for number in range(8) if number not in liars]
+        assert all(len(result.members) == 5 and result.attempts == 2 for each in honest for result in each.results)
+        accused = {line.split()[3] for line in caplog.messages if line.startswith("the contribution of ")}
+        assert accused == {peer_id(number) for number in liars}
+        assert "are said to be out of line" not in caplog.text
+
+
 @pytest.mark.parametrize("setting", ["diloco", "synchronous"])
 @in_virtual_time
 async def test_who_is_out_of_line_once_is_taken(setting: str) -> None:

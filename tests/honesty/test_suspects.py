@@ -46,6 +46,31 @@ def test_once_is_no_proof_most_of_the_last_rounds_are() -> None:
     assert suspects.lines == []
 
 
+@pytest.mark.parametrize(("accused", "expected"), [("ef", "ef"), ("def", "")])
+def test_half_of_the_members_are_never_left_out(
+    accused: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    """Without a majority the others could not commit the round, and most cannot be wrong about most."""
+    suspects = Suspects()
+    for number in range(1, NAMED_AFTER + 1):
+        said = {owner: accused.replace(owner, "") for owner in MEMBERS}
+        left_out = judged(suspects, number, said)
+        assert left_out == (expected if number >= LEFT_OUT_AFTER else "")
+    assert [peer for peer in MEMBERS if suspects.is_named(peer)] == list(expected)
+    assert ("as many as 3 are said to be out of line" in caplog.text) == (not expected)
+
+
+def test_those_that_an_earlier_exchange_of_the_round_left_out_count_as_well() -> None:
+    suspects = Suspects()
+    for number in range(1, NAMED_AFTER + 1):
+        left_out = judged(suspects, number, dict.fromkeys("abcd", "ef"))
+        words = {owner: [Deviation(peer_id="d", reason="it is odd", is_clear=True)] for owner in "abc"} | {"d": []}
+        found = suspects.judge(number, words, parts_of("abcd"))
+        assert [each.peer_id for each in found] == ([] if left_out else ["d"])
+    assert suspects.is_named("e")
+    assert not suspects.is_named("d")
+
+
 @pytest.mark.parametrize(("sure", "expected"), [("abc", "f"), ("ab", ""), ("abf", "")])
 def test_what_is_clear_to_most_is_left_out_at_once_and_nobody_is_named_for_it(sure: str, expected: str) -> None:
     suspects = Suspects()

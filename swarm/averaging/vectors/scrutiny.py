@@ -41,12 +41,16 @@ class Scrutiny:
         self._memories: dict[int, Memory] = {}
         """What this member remembers of others' contributions to each fragment."""
         self._odd_sums: Sequence[Deviation] = ()
-        """What this member says of the sums that others made the last time."""
+        """What this member says of the sums that others made in the last committed exchange."""
+        self._new_odd_sums: Sequence[Deviation] | None = None
+        """The same of an exchange that is not committed yet; None if that has not come to its sums. Where somebody's
+        lie ends an exchange, that lie has made its sums odd, and not their owners."""
 
     def comparing(self, own: Contribution, shares: Shares, *, gathers: bool) -> Compare:
         """What finds the deviations among the contributions to an exchange, in which this member gives `own`."""
         memory = self._memories.setdefault(own.fragment, Memory(np.random.default_rng()))
         memory.begin(shares.num_elements)
+        self._new_odd_sums = None
         part = slice(0, shares.num_elements) if gathers else shares.part_of[self._own_id]
         comparison = Comparison(
             amounts={share.peer_id: share.counts.num_targets or share.counts.num_samples for share in shares.senders},
@@ -88,9 +92,9 @@ class Scrutiny:
         return own.sketched if self._codec.sketch_tolerance else None
 
     async def look_at_sums(self, own_D: torch.Tensor | None, average: Average, shares: Shares) -> None:
-        """Note which owners' sums seem to be without what this member gave. It says so in the next exchanges. `own_D`
-        is None where that was its group's average."""
-        self._odd_sums = await asyncio.to_thread(self._found_odd, own_D, average, shares)
+        """Note which owners' sums seem to be without what this member gave. It says so in the next exchanges, once this
+        one is committed. `own_D` is None where that was its group's average."""
+        self._new_odd_sums = await asyncio.to_thread(self._found_odd, own_D, average, shares)
 
     def _found_odd(self, own_D: torch.Tensor | None, average: Average, shares: Shares) -> Sequence[Deviation]:
         own = shares.of(self._own_id)
@@ -122,9 +126,12 @@ class Scrutiny:
                     )
                 )  # fmt: skip
         if leaving:
+            self._new_odd_sums = None
             reason = f"its contribution is out of line: {leaving[0].reason}"
             raise MemberFailed(leaving[0].peer_id, reason, noticed_by=self._own_id)
 
     def committed(self, fragment: int) -> None:
+        if self._new_odd_sums is not None:
+            self._odd_sums, self._new_odd_sums = self._new_odd_sums, None
         if fragment in self._memories:
             self._memories[fragment].committed()
