@@ -100,7 +100,7 @@ def judge(start: Start, rounds: CommittedRounds, *, files: int, seen: Set[Block]
     num_acknowledged = sum(map(len, acknowledged.values()))
     committed: dict[Block, set[int]] = {block: set() for block in branches}
     for (block, _), round_ in rounds.rounds.items():
-        if block in committed:
+        if block in committed:  # A forged log may have a trainer commit something.
             committed[block].add(round_.number)
     return Report(
         run=start.run, setting=start.setting, files=files, findings=rounds.findings,

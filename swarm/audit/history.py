@@ -112,7 +112,7 @@ def _fits(line: Line, start: Start) -> bool:
     return (
         TRAINER_STAGE <= stage < start.num_stages <= LARGEST_STAGE + 1
         and 0 <= fragment < start.num_fragments <= LARGEST_STAGE
-        and all(len(path) == start.num_stages for path in start.paths)
+        and (line.event is not start or all(len(path) == start.num_stages for path in start.paths))
     )
 
 

@@ -68,6 +68,10 @@ class _Words:
         return self.are_by_many or any(_has(part, place) for part, _ in self.by_owner.values())
 
 
+_Verdict = tuple[Deviation, Named | None]
+"""A member that is to be left out of a round, with the reason, and what it is named for if it is."""
+
+
 def _has(part: slice, place: int) -> bool:
     return bool(part.start <= place < part.stop)
 
@@ -219,10 +223,8 @@ class Suspects:
                 self._name(out.peer_id, named)
         return [out for out, _ in found]
 
-    def _judge_computed(
-        self, peer: str, round_number: int, said: Mapping[str, Sequence[Deviation]]
-    ) -> tuple[Deviation, Named | None] | None:
-        """Leave a member out, and name it at once, if most others have found by computing that it answers or
+    def _judge_computed(self, peer: str, round_number: int, said: Mapping[str, Sequence[Deviation]]) -> _Verdict | None:
+        """A member is left out, and named at once, if most others have found by computing that it answers or
         contributes wrongly: that does not happen by chance. A peer that starts again may contradict itself in one
         round. So who has only contradicted itself is named once most have found it even without that round."""
         others = said.keys() - {peer} - self._false_accusers
@@ -242,7 +244,7 @@ class Suspects:
         line = f"{peer} lies: its answers or its contributions are wrong, by the word of {by} in round {round_number}"
         return found_out, Named(round_number, f"{line}; {why}")
 
-    def _judge(self, peer: str, round_number: int, owners: Set[str]) -> tuple[Deviation, Named | None] | None:
+    def _judge(self, peer: str, round_number: int, owners: Set[str]) -> _Verdict | None:
         rounds = self._words.get(peer, {})
         if round_number not in rounds:
             return None

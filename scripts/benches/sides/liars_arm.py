@@ -177,7 +177,8 @@ class LiarsRounds:
         self.members[place] = await self._swarm.start(1)
 
     async def _require_one_state(self) -> None:
-        states = {(served(peer).stage.round, await served(peer).member.state_digest()) for peer in self.members}
+        snapshots = [await served(peer).member.snapshot() for peer in self.members]
+        states = {(snapshot.round, snapshot.digest) for snapshot in snapshots}
         if len(states) > len({number for number, _ in states}):
             raise IntegrityError("peers hold different states of one round")
 
