@@ -119,7 +119,8 @@ class ExportModelOptions(RunOptions):
 class RouteModelOptions:
     """Cut a text into a shard for each path of a run with stages.variants, and write the router that did it.
 
-    Sequences whose first 32 tokens are alike come into one shard. A sequence is a text, or a window of a long one.
+    Sequences that are alike, as far as their first 32 tokens tell it, come into one shard. A sequence is a text, or a
+    window of a long one.
     """
 
     output: takes.Folder
@@ -134,8 +135,8 @@ class RouteModelOptions:
     """bytes, a folder with a tokenizer.json, its path, a hub name, or class:MODULE:CLASS; left out, that of --config,
     or bytes."""
     model: takes.FolderOrName | None = None
-    """A model (a run folder, a model's folder of Hugging Face, or its name on the hub) whose hidden states of the first
-    tokens tell what is alike. Left out, runs of up to three tokens do."""
+    """A model (a run folder, a model's folder of Hugging Face, or its name on the hub) whose hidden states tell
+    what is alike. Left out, runs of up to three tokens do."""
     refine: takes.Folder | None = None
     """Folder with the paths' models, as swarm-model export writes them: the router is fitted to the path that has the
     least loss on each of some sequences."""

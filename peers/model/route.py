@@ -1,7 +1,8 @@
 """swarm-model route: decides offline which path each sequence of a text takes (DiPaCo, arXiv 2403.10616, section 2.4).
 
-The sequences are read twice: once for their features, and once to write each into the shard of its path. So only the
-features are in memory, a kilobyte for a sequence. Shape suffixes: N sequences, P paths, F features.
+The sequences are read three times: for the features of each one's first tokens, for some of them as a whole, which say
+what is alike or which path suits them, and to write each into the shard of its path. So only the features are in
+memory, a kilobyte for a sequence. Shape suffixes: N sequences, P paths, F features, C chosen sequences.
 """
 
 import dataclasses
@@ -25,18 +26,19 @@ from peers.shared.run_options import naming_options
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig
 from swarm.data import path_router, tokenizers
-from swarm.data.path_router import NUM_TOKENS, Features, Linear, PathRouter, path_names
+from swarm.data.path_router import NUM_TOKENS, Features, PathRouter, path_names
 from swarm.data.sources import Source
 from swarm.data.tokenizers import Tokenizer
 from swarm.errors import IntegrityError
 from swarm.interchange import origin
+from swarm.machine import extras
 from swarm.machine.disk import require_new, whole_folder
 from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
 
-MOST_REFINED = 2048
-"""The most sequences on which every path's loss is computed, to refine the router."""
+MOST_CLUSTERED, MOST_REFINED = 8192, 2048
+"""The most sequences that make the clusters, and on which every path's loss is computed to refine the router."""
 SAY_SECONDS = 10.0
 _PREFIX_CHARACTERS = 1024
 """The beginning of a text in which its first tokens are."""
@@ -104,9 +106,16 @@ class _Sequences:
     def count(self) -> int:
         return sum(1 for _ in self.counting())
 
-    def tokens(self, sequence: str, num_tokens: int) -> list[int]:
-        """The first tokens of a sequence, with those that the tokenizer puts before it."""
-        encoded = self.tokenizer.encode(sequence[: max(_PREFIX_CHARACTERS, 16 * num_tokens)])
+    def some(self, most: int, seed: int) -> tuple[npt.NDArray[np.int64], list[str]]:
+        """At most so many sequences that were counted, chosen at random: their numbers [C], and they."""
+        chosen_C = np.sort(np.random.RandomState(seed % 2**32).permutation(len(self.sizes))[:most])
+        wanted = set(chosen_C.tolist())
+        return chosen_C, [sequence for number, sequence in enumerate(self) if number in wanted]
+
+    def tokens(self, sequence: str, num_tokens: int | None = None) -> list[int]:
+        """The first tokens of a sequence, or all of them, with those that the tokenizer puts before it."""
+        end = None if num_tokens is None else max(_PREFIX_CHARACTERS, 16 * num_tokens)
+        encoded = self.tokenizer.encode(sequence[:end])
         return [*map(int, self.tokenizer.prefix), *map(int, encoded)][:num_tokens]
 
     def write(self, folder: Path, paths_N: npt.NDArray[np.int64], num_paths: int) -> None:
@@ -128,26 +137,23 @@ def _learned(
 ) -> tuple[PathRouter, torch.Tensor]:
     """The router that the sequences' features, or their losses, lead to, and the scores of all sequences. `variants`
     says through which of its stages' variants each path leads, if that is known."""
+    extras.require("swarm-model route", "scikit-learn", "route", modules=["sklearn"])
     features: Features = path_router.hashed
     digest = ""
     if options.model is not None:
         features, digest = hidden_features(options.model, cache_folder(), logger.info)
     logger.info("reading the text, for the features of its sequences")
     rows = [features(text.tokens(sequence, NUM_TOKENS)).half().numpy() for sequence in text.counting()]
-    features_NF = np.stack(rows) if rows else np.zeros((0, 1), dtype=np.float16)
-    mean_F, deviation_F = np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.float32)
-    if options.model is not None:
-        # Some columns of hidden states are much larger than all others.
-        mean_F, deviation_F = features_NF.mean(0, dtype=np.float32), features_NF.std(0, dtype=np.float32) + 1e-6
-    evened_NF = ((features_NF - mean_F) / deviation_F).astype(np.float16)
+    if len(rows) < num_paths:
+        raise ValueError(f"there are {len(rows)} sequences, too few for {num_paths} paths")
+    features_NF = np.stack(rows)
     if options.refine is not None:
-        weights_PF, biases_P = _refined(text, evened_NF, num_paths, options.refine, options.seed)
+        chosen_C, best_C = _refined(text, num_paths, options.refine, options.seed)
     else:
-        logger.info("clustering %s", counted(len(rows), "sequence"))
-        weights_PF, biases_P = path_router.clustered(evened_NF, num_paths, seed=options.seed)
-        if variants is not None:
-            order = path_router.arranged(weights_PF, variants, seed=options.seed)
-            weights_PF, biases_P = weights_PF[order], biases_P[order]
+        chosen_C, best_C = _clustered(text, features, num_paths, options, variants)
+    logger.info("fitting the router to %s", counted(len(chosen_C), "sequence"))
+    evened_CF, mean_F, deviation_F = _evened(features_NF[chosen_C], options.model)
+    weights_PF, biases_P = path_router.classified(evened_CF, best_C, num_paths)
     weights_PF = weights_PF / torch.from_numpy(deviation_F)
     biases_P = biases_P - (weights_PF * torch.from_numpy(mean_F)).sum(1)
     router = PathRouter(
@@ -157,22 +163,50 @@ def _learned(
     return router, torch.cat([router.scores(torch.from_numpy(some)) for some in np.array_split(features_NF, 64)])
 
 
-def _refined(text: _Sequences, features_NF: npt.NDArray[np.float16], num_paths: int, folder: Path, seed: int) -> Linear:
-    """What finds the path with the least loss, on some sequences. Raises ValueError if a path's model is missing."""
-    generator = np.random.RandomState(seed % 2**32)
-    chosen_N = np.sort(generator.permutation(len(features_NF))[:MOST_REFINED])
-    wanted = set(chosen_N.tolist())
-    sequences = [sequence for number, sequence in enumerate(text) if number in wanted]
-    losses_PN = np.zeros((num_paths, len(sequences)))
+def _evened(features_CF: npt.NDArray[np.float16], model: str | None) -> tuple[npt.NDArray[np.float32], ...]:
+    """Features of which each column has the same mean and deviation, and what these were. Those that no model has made
+    stay as they are."""
+    if model is None:
+        return features_CF.astype(np.float32), np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.float32)
+    # Some columns of hidden states are much larger than all others.
+    mean_F, deviation_F = features_CF.mean(0, dtype=np.float32), features_CF.std(0, dtype=np.float32) + 1e-6
+    return (features_CF - mean_F) / deviation_F, mean_F, deviation_F
+
+
+Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Which sequences were chosen [C], and the best path of each [C]."""
+
+
+def _clustered(
+    text: _Sequences, features: Features, num_paths: int, options: RouteModelOptions,
+    variants: Sequence[Sequence[int]] | None,
+) -> Labelled:  # fmt: skip
+    """Whole sequences that are alike get the same path."""
+    chosen_C, sequences = text.some(MOST_CLUSTERED, options.seed)
+    logger.info("clustering %s", counted(len(sequences), "sequence"))
+    rows = [features(text.tokens(sequence)).half().numpy() for sequence in sequences]
+    features_CF, *_ = _evened(np.stack(rows), options.model)
+    sizes_C = [len(sequence) for sequence in sequences]
+    paths_C, centroids_PF = path_router.clustered(
+        features_CF, sizes_C, num_paths, options.most_over_mean, seed=options.seed
+    )
+    if variants is not None:
+        paths_C = np.argsort(path_router.arranged(centroids_PF, variants, seed=options.seed))[paths_C]
+    return chosen_C, paths_C
+
+
+def _refined(text: _Sequences, num_paths: int, folder: Path, seed: int) -> Labelled:
+    """Each sequence gets the path with the least loss on it. Raises ValueError if a path's model is missing."""
+    chosen_C, sequences = text.some(MOST_REFINED, seed)
+    losses_PC = np.zeros((num_paths, len(sequences)))
     for path, name in enumerate(path_names(num_paths)):
         if not (folder / name).is_dir():
             raise ValueError(f"{folder} has no {name}: export the run's paths there with {PROG} export")
         logger.info("computing losses of %s along path %d", counted(len(sequences), "sequence"), path)
-        losses_PN[path] = _losses(folder / name, text, sequences)
-    best_N = losses_PN.argmin(0)
-    told = f"{losses_PN.min(0).mean():.4f}, and along all paths {losses_PN.mean():.4f}"
+        losses_PC[path] = _losses(folder / name, text, sequences)
+    told = f"{losses_PC.min(0).mean():.4f}, and along all paths {losses_PC.mean():.4f}"
     logger.info("mean loss of these sequences along each one's best path %s", told)
-    return path_router.classified(features_NF[chosen_N], best_N, num_paths)
+    return chosen_C, losses_PC.argmin(0)
 
 
 @torch.inference_mode()

@@ -36,6 +36,8 @@ _UNTRAINED = 0.1
 SAY_SECONDS = 10.0
 _MOST_KEPT = 1 << 16
 """The most beginnings of sequences whose path is remembered."""
+_MOST_SEEN = 1024
+"""The most tokens of which features are made."""
 
 
 @dataclass(frozen=True)
@@ -161,18 +163,19 @@ def chooser(
 
 
 def hidden_features(place: str, cache: Path, say: Say) -> tuple[Callable[[Sequence[int]], Tensor], str]:
-    """What makes features of a sequence's first tokens, for a path router: the mean of the hidden states [F] that a
-    model has of them after its last layer. Returns it with the digest of the model's weights. Blocks. Raises what
-    `open_model` and `all_weights` raise."""
+    """What makes features of a sequence's tokens, for a path router: the mean of the hidden states [F] that a model has
+    after its last layer of the first tokens, as many as it takes, up to 1,024. Returns it with the digest of the
+    model's weights. Blocks. Raises what `open_model` and `all_weights` raise."""
     own = open_model(place, say)
     digest = own.all_weights(cache).index.digest
     found = origin.from_folder(own.folder)
     module = origin.transformer(found, found.config, torch.device("cpu")).eval()
     module.head = None
+    most = min(found.config.data.sequence_length, _MOST_SEEN)
 
     @torch.inference_mode()
     def features(tokens: Sequence[int]) -> Tensor:
-        hidden_BTR: Tensor = module(torch.tensor([tokens], dtype=torch.int64))
+        hidden_BTR: Tensor = module(torch.tensor([tokens[:most]], dtype=torch.int64))
         return hidden_BTR[0].mean(0)
 
     return features, digest

@@ -4,8 +4,9 @@
     FOLDER/router.safetensors    its weights and biases
 
 `swarm-model route` makes it, and cuts a dataset into shards of nearly equal size, one for each path. Of the paths it
-chooses the one with the largest of weights @ features + biases: the nearest of k-means' centroids is found like that,
-and so is the likeliest class of a logistic regression. Shape suffixes: N sequences, P paths, F features.
+chooses the one with the largest of weights @ features + biases, as a logistic regression does: it is fitted to find by
+a sequence's first tokens in which cluster all of its text is, or which path has the least loss on it. Shape suffixes: N
+sequences, P paths, F features.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,20 +22,18 @@ from torch import Tensor
 from swarm.data.sources import Source, Text
 from swarm.errors import IntegrityError
 from swarm.machine import json_file, tensor_file
-from swarm.machine.extras import missing
 
 NUM_TOKENS = 32
 """How many tokens at the beginning of a sequence choose its path: as in the paper."""
 ABOUT, WEIGHTS = "router.json", "router.safetensors"
 Features = Callable[[Sequence[int]], Tensor]
-"""Gives the features [F] of at most NUM_TOKENS tokens."""
+"""Gives the features [F] of a sequence's first tokens, or of all of them."""
 _FORMAT = 1
 _LOG2_HASHED = 9
 _LONGEST_RUN = 3
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MOST_FITTED = 1 << 15
-"""With more sequences, this many of them, chosen at random, make the clusters."""
 _NUM_STARTS = 4
+_NUM_EVENED = 10
 _NUM_NUDGES = 500
 
 Linear = tuple[Tensor, Tensor]
@@ -110,8 +109,8 @@ def read(folder: Path) -> PathRouter:
 
 
 def hashed(tokens: Sequence[int]) -> Tensor:
-    """Features of a sequence's first tokens, without a model: how often runs of one to three tokens occur, counted by a
-    hash of these. [F], of unit length."""
+    """Features of tokens, without a model: how often runs of one to three tokens occur, counted by a hash of these.
+    [F], of unit length."""
     counts_F = np.zeros(1 << _LOG2_HASHED, dtype=np.float32)
     numbers = np.array(tokens, dtype=np.uint64) + np.uint64(1)
     runs: npt.NDArray[np.uint64] = np.zeros(len(numbers) + 1, dtype=np.uint64)
@@ -145,33 +144,53 @@ def _windows(text: Text, most_characters: int) -> Iterator[str]:
         yield rest
 
 
-def clustered(features_NF: npt.NDArray[np.floating[Any]], num_paths: int, *, seed: int) -> Linear:
-    """Find as many clusters as there are paths by k-means, and return what finds the nearest one's centroid. Blocks.
-    Raises ValueError if there are fewer sequences than paths."""
-    if len(features_NF) < num_paths:
-        raise ValueError(f"there are {len(features_NF)} sequences, too few for {num_paths} paths")
-    try:
-        from sklearn.cluster import MiniBatchKMeans
-    except ImportError:
-        raise missing("swarm-model route", "scikit-learn", "route") from None
-    model = MiniBatchKMeans(num_paths, n_init=_NUM_STARTS, batch_size=4096, random_state=seed % 2**32)
-    found = model.fit(_some(features_NF, seed).astype(np.float32))
-    centroids_PF = torch.from_numpy(np.ascontiguousarray(found.cluster_centers_, dtype=np.float32))
-    # |f - c|^2 is least where 2 f c - |c|^2 is largest.
-    return 2 * centroids_PF, -centroids_PF.square().sum(1)
+def clustered(
+    features_NF: npt.NDArray[np.float32], sizes_N: Sequence[float], num_paths: int, most_over_mean: float, *, seed: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:  # fmt: skip
+    """Find as many clusters as there are paths by k-means, of which none is larger than `most_over_mean` times the
+    mean: shards have to be, and a cluster that is cut apart afterwards is spread over paths of other text. Blocks.
+
+    Returns:
+        The cluster of each sequence [N], and the centroids [P, F].
+    """
+    from sklearn.cluster import KMeans
+
+    found = KMeans(num_paths, n_init=_NUM_STARTS, random_state=seed % 2**32).fit(features_NF)
+    clusters_N, centroids_PF = found.labels_.astype(np.int64), found.cluster_centers_
+    for _ in range(_NUM_EVENED):
+        before_N = clusters_N
+        # |f - c|^2 is least where 2 f c - |c|^2 is largest.
+        scores_NP = 2 * features_NF @ centroids_PF.T - np.square(centroids_PF).sum(1)
+        _, clusters_N = balanced(torch.from_numpy(scores_NP), sizes_N, most_over_mean)
+        if np.array_equal(clusters_N, before_N):
+            break
+        weights_PN = np.eye(num_paths)[clusters_N].T * np.array(sizes_N)
+        sizes_P1 = weights_PN.sum(1, keepdims=True)
+        # A cluster that nothing was left for stays where it is.
+        centroids_PF = np.where(sizes_P1 > 0, weights_PN @ features_NF / sizes_P1.clip(1e-9), centroids_PF)
+    return clusters_N, centroids_PF.astype(np.float32)
 
 
-def arranged(centroids_PF: Tensor, paths: Sequence[Sequence[int]], *, seed: int) -> list[int]:
+def arranged(
+    centroids_PF: npt.NDArray[np.float32], paths: Sequence[Sequence[int]], *, seed: int
+) -> npt.NDArray[np.int64]:  # fmt: skip
     """Which of the clusters with these centroids each path takes, so that paths with common blocks have clusters that
     are alike, and each block sees alike text; the paper's product k-means is for the same. From several random starts,
-    the two paths swap their clusters whose swap gains most, until none gains. Blocks. `paths` are the variants that
-    each path leads through."""
+    the two paths swap their clusters whose swap gains most, until none gains. Blocks.
+
+    A stage counts twice as much as the next. Counted alike, the blocks of all stages may see somewhat alike text, of
+    which none can make use; so those of one see text that is as alike as can be.
+
+    Args:
+        paths: the variants that each path leads through.
+    """
     variants_PS = np.array(paths)
-    common_PP = (variants_PS[:, None] == variants_PS[None]).sum(2).astype(np.float64)
+    common_PP = (variants_PS[:, None] == variants_PS[None]) @ 0.5 ** np.arange(variants_PS.shape[1])
     np.fill_diagonal(common_PP, 0.0)
-    apart_PP = torch.cdist(centroids_PF.double(), centroids_PF.double()).square().numpy()
+    centroids = torch.from_numpy(centroids_PF).double()
+    apart_PP = torch.cdist(centroids, centroids).square().numpy()
     generator = np.random.RandomState(seed % 2**32)
-    found = list[tuple[float, list[int]]]()
+    found = list[tuple[float, npt.NDArray[np.int64]]]()
     for _ in range(_NUM_STARTS):
         order = generator.permutation(len(paths))
         while True:
@@ -184,13 +203,14 @@ def arranged(centroids_PF: Tensor, paths: Sequence[Sequence[int]], *, seed: int)
             if gains_PP[one, other] <= 1e-9 * apart_PP.max():
                 break
             order[[one, other]] = order[[other, one]]
-        found.append((float((common_PP * own_PP).sum()), order.tolist()))
-    return min(found)[1]
+        found.append((float((common_PP * own_PP).sum()), order))
+    return min(found, key=lambda each: each[0])[1]
 
 
 def classified(features_NF: npt.NDArray[np.floating[Any]], best_N: npt.NDArray[np.int64], num_paths: int) -> Linear:
-    """Fit a logistic regression that finds each sequence's best path by its features (discriminative routing, section
-    2.4 of the paper). A path that is nowhere the best is not chosen. Blocks."""
+    """Fit a logistic regression that finds each sequence's path by its features (discriminative routing, section 2.4 of
+    the paper): `best_N` is the one whose cluster it is in, or that has the least loss. A path that is nowhere the best
+    is not chosen. Blocks."""
     from sklearn.linear_model import LogisticRegression
 
     weights_PF, biases_P = torch.zeros(num_paths, features_NF.shape[1]), torch.full((num_paths,), -1e4)
@@ -207,13 +227,6 @@ def classified(features_NF: npt.NDArray[np.floating[Any]], best_N: npt.NDArray[n
     weights_PF[classes] = torch.from_numpy(coefficients.astype(np.float32))
     biases_P[classes] = torch.from_numpy(intercepts.astype(np.float32))
     return weights_PF, biases_P
-
-
-def _some(features_NF: npt.NDArray[np.floating[Any]], seed: int) -> npt.NDArray[np.floating[Any]]:
-    if len(features_NF) <= _MOST_FITTED:
-        return features_NF
-    chosen = np.random.RandomState(seed % 2**32).permutation(len(features_NF))[:_MOST_FITTED]
-    return features_NF[np.sort(chosen)]
 
 
 def balanced(

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.cluster import KMeans
 
 from swarm.config import DataConfig
 from swarm.data import path_router
@@ -80,37 +79,45 @@ def test_a_long_text_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path: Path)
     assert source.faults.num_rows == 1
 
 
-def test_the_nearest_centroid_has_the_largest_score() -> None:
-    """Well apart, all clusters are found, and the choice is the one that scikit-learn's own prediction makes."""
+def test_clusters_are_those_of_k_means_as_long_as_none_is_too_large() -> None:
+    """Of four clusters that are well apart, each is found; if one has half of all, what is farthest out goes next."""
     features = _blobs(50, (0, 0), (3, 0), (0, 3), (3, 3))
-    weights_PF, biases_P = clustered(features, 4, seed=1)
-    chosen = (torch.from_numpy(features) @ weights_PF.T + biases_P).argmax(1).numpy()
-    assert [len(set(blob)) for blob in chosen.reshape(4, 50)] == [1, 1, 1, 1]
-    assert len(set(chosen)) == 4
-    theirs = KMeans(4, init=(weights_PF / 2).numpy(), n_init=1, max_iter=1).fit(features)
-    assert np.array_equal(theirs.predict(features), chosen)
-    with pytest.raises(ValueError, match="there are 3 sequences, too few for 4 paths"):
-        clustered(features[:3], 4, seed=1)
+    clusters, centroids = clustered(features, [1.0] * 200, 4, 1.2, seed=1)
+    assert [len(set(blob)) for blob in clusters.reshape(4, 50)] == [1, 1, 1, 1]
+    assert len(set(clusters)) == 4
+    means = np.stack([features[clusters == cluster].mean(0) for cluster in range(4)])
+    assert np.allclose(centroids, means, atol=1e-5)
+
+    features = _blobs(50, (0, 0), (0.1, 0), (3, 0))
+    sizes = np.random.RandomState(0).randint(1, 9, 150).astype(float)
+    free, _ = clustered(features, sizes, 3, 100.0, seed=1)
+    clusters, centroids = clustered(features, sizes, 3, 1.1, seed=1)
+    shares = [np.bincount(found, sizes, 3) * 3 / sizes.sum() for found in (free, clusters)]
+    assert shares[0].max() > 1.1 >= shares[1].max()
+    means = np.stack([np.average(features[clusters == k], axis=0, weights=sizes[clusters == k]) for k in range(3)])
+    assert np.allclose(centroids, means, atol=0.1)
 
 
 def test_paths_with_common_blocks_take_clusters_that_are_alike() -> None:
-    """As well as the best of all arrangements; and of four groups of four clusters each has a variant of its own."""
+    """As well as the best of all arrangements; and of four groups of four clusters each has a variant of its own, of
+    the first stage that has variants."""
     paths = [*itertools.product((0, 1), (0, 1))]
-    points = torch.from_numpy(np.random.RandomState(3).normal(0, 1, (4, 2)))
+    points = np.random.RandomState(3).normal(0, 1, (4, 2)).astype(np.float32)
 
     def cost(order: Sequence[int]) -> float:
         pairs = itertools.combinations(zip(order, paths, strict=True), 2)
         return sum(
-            float((points[one] - points[other]).square().sum()) * sum(map(int.__eq__, path, other_path))
+            float(np.square(points[one] - points[other]).sum())
+            * sum(0.5**stage * (path[stage] == other_path[stage]) for stage in range(2))
             for (one, path), (other, other_path) in pairs
         )
 
     assert cost(arranged(points, paths, seed=0)) == pytest.approx(min(map(cost, itertools.permutations(range(4)))))
     groups = np.random.RandomState(4).permutation(16) % 4
-    blobs = torch.from_numpy(np.eye(4)[groups] + np.random.RandomState(5).normal(0, 0.05, (16, 4)))
+    blobs = (np.eye(4)[groups] + np.random.RandomState(5).normal(0, 0.05, (16, 4))).astype(np.float32)
     crossed = [(0, one, other, 0) for one, other in itertools.product(range(4), repeat=2)]
     of_path = groups[arranged(blobs, crossed, seed=1)].reshape(4, 4)
-    assert 4 in (sum(len(set(row)) == 1 for row in lines) for lines in (of_path, of_path.T))
+    assert [len(set(of_variant)) for of_variant in of_path] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("best", [[0, 1, 2, 3], [0, 0, 2, 2], [3, 3, 3, 3]])

@@ -65,6 +65,13 @@ def test_texts_that_begin_alike_come_into_one_shard_and_none_is_lost(
     assert len(configs.from_dict(run, source="told").data.datasets) == 4
 
 
+def test_fewer_sequences_than_paths_are_refused(tmp_path: Path) -> None:
+    _texts(tmp_path, 1)
+    with pytest.raises(ValueError, match="there are 4 sequences, too few for 5 paths"):
+        _route(tmp_path, paths=5)
+    assert not (tmp_path / "shards").exists()
+
+
 def test_a_random_cut_mixes_all_and_has_no_router(tmp_path: Path) -> None:
     kinds = _texts(tmp_path)
     shards = _route(tmp_path, "--random", "--seed", "3")
