@@ -42,10 +42,10 @@ def _run(loss: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("routed", "passed"), [((1.9, 3.9), True), ((1.98, 3.96), False)])
 def test_seeds_are_compared_one_by_one(routed: tuple[float, float], passed: bool) -> None:
-    found = summary({"routed": [*map(_run, routed)], "dense": [_run(2.0), _run(4.0)], "random": [_run(2.0)] * 2})
-    assert found["better_than_dense"] == pytest.approx((2 - routed[0]) / 4 + (4 - routed[1]) / 8)
+    found = summary({"routed": [*map(_run, routed)], "single": [_run(2.0), _run(4.0)], "random": [_run(2.0)] * 2})
+    assert found["better_than_single"] == pytest.approx((2 - routed[0]) / 4 + (4 - routed[1]) / 8)
     assert found["passed"] is passed
     mean = sum(routed) / 2
     assert found["routing"] == {"learned": pytest.approx(mean), "random": 2.0, "rerouted": pytest.approx(mean + 0.5)}
     assert "better_than_total" not in found
-    assert summary({"dense": [_run(2.0)]})["passed"] is None
+    assert summary({"single": [_run(2.0)]})["passed"] is None
