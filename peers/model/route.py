@@ -1,11 +1,12 @@
 """swarm-model route: decides offline which path each sequence of a text takes (DiPaCo, arXiv 2403.10616, section 2.4).
 
-The sequences are read three times: for the features of each one's first tokens, for some of them as a whole, which say
-what is alike or which path suits them, and to write each into the shard of its path. So only the features are in
-memory, a kilobyte for a sequence. Shape suffixes: N sequences, P paths, F features, C chosen sequences.
+The sequences are read four times: to count them, for some that show what is alike or which path suits them, to choose
+the path of each by its first tokens, and to write each into the shard of its path. So only a number for each path is in
+memory of most. Shape suffixes: N sequences, C chosen ones, B beginnings of lines in these, P paths, F features.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import time
@@ -37,8 +38,11 @@ from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
 
-MOST_CLUSTERED, MOST_REFINED = 8192, 2048
+MOST_CLUSTERED, MOST_REFINED = 4096, 2048
 """The most sequences that make the clusters, and on which every path's loss is computed to refine the router."""
+MORE_BEGINNINGS = 8
+"""The lines of each of these, besides its first, whose beginnings the router learns to tell apart: it has so much more
+to learn from."""
 SAY_SECONDS = 10.0
 _PREFIX_CHARACTERS = 1024
 """The beginning of a text in which its first tokens are."""
@@ -83,34 +87,34 @@ class _Sequences:
         self._data = data
         self.tokenizer = tokenizer
         self._most_characters = most_characters
+        self._with_faults = set[str]()
         self.sizes: list[int] = []
         """The characters of each, once they have been counted."""
 
     def __iter__(self) -> Iterator[str]:
+        number, said_at = 0, time.monotonic()
         for dataset in self._data.datasets:
             source = Source(dataset, self._data)
-            yield from path_router.sequences(source, self._most_characters)
-            if source.faults.num_rows:
+            for sequence in path_router.sequences(source, self._most_characters):
+                yield sequence
+                number += 1
+                if time.monotonic() - said_at >= SAY_SECONDS:
+                    said_at = time.monotonic()
+                    logger.info("%s so far", counted(number, "sequence"))
+            if source.faults.num_rows and dataset not in self._with_faults:
+                self._with_faults.add(dataset)
                 left_out = counted(source.faults.num_rows, "row")
                 logger.warning("%s of %s left out; the first: %s", left_out, dataset, source.faults.first)
 
-    def counting(self) -> Iterator[str]:
-        self.sizes, said_at = [], time.monotonic()
-        for sequence in self:
-            self.sizes.append(len(sequence))
-            yield sequence
-            if time.monotonic() - said_at >= SAY_SECONDS:
-                said_at = time.monotonic()
-                logger.info("%s so far", counted(len(self.sizes), "sequence"))
-
     def count(self) -> int:
-        return sum(1 for _ in self.counting())
+        logger.info("counting the sequences of the text")
+        self.sizes = [len(sequence) for sequence in self]
+        return len(self.sizes)
 
-    def some(self, most: int, seed: int) -> tuple[npt.NDArray[np.int64], list[str]]:
-        """At most so many sequences that were counted, chosen at random: their numbers [C], and they."""
-        chosen_C = np.sort(np.random.RandomState(seed % 2**32).permutation(len(self.sizes))[:most])
-        wanted = set(chosen_C.tolist())
-        return chosen_C, [sequence for number, sequence in enumerate(self) if number in wanted]
+    def some(self, most: int, seed: int) -> list[str]:
+        """At most so many sequences that were counted, chosen at random."""
+        wanted = set(np.random.RandomState(seed % 2**32).permutation(len(self.sizes))[:most].tolist())
+        return [sequence for number, sequence in enumerate(self) if number in wanted]
 
     def tokens(self, sequence: str, num_tokens: int | None = None) -> list[int]:
         """The first tokens of a sequence, or all of them, with those that the tokenizer puts before it."""
@@ -135,69 +139,76 @@ class _Sequences:
 def _learned(
     text: _Sequences, num_paths: int, options: RouteModelOptions, variants: Sequence[Sequence[int]] | None
 ) -> tuple[PathRouter, torch.Tensor]:
-    """The router that the sequences' features, or their losses, lead to, and the scores of all sequences. `variants`
-    says through which of its stages' variants each path leads, if that is known."""
+    """The router that some sequences' clusters, or losses, lead to, and the scores of all sequences. `variants` says
+    through which of its stages' variants each path leads, if that is known."""
     extras.require("swarm-model route", "scikit-learn", "route", modules=["sklearn"])
     features: Features = path_router.hashed
     digest = ""
     if options.model is not None:
         features, digest = hidden_features(options.model, cache_folder(), logger.info)
-    logger.info("reading the text, for the features of its sequences")
-    rows = [features(text.tokens(sequence, NUM_TOKENS)).half().numpy() for sequence in text.counting()]
-    if len(rows) < num_paths:
-        raise ValueError(f"there are {len(rows)} sequences, too few for {num_paths} paths")
-    features_NF = np.stack(rows)
+    if (number := text.count()) < num_paths:
+        raise ValueError(f"there are {number} sequences, too few for {num_paths} paths")
     if options.refine is not None:
-        chosen_C, best_C = _refined(text, num_paths, options.refine, options.seed)
+        chosen = text.some(MOST_REFINED, options.seed)
+        paths_C = _with_least_loss(text, chosen, num_paths, options.refine)
     else:
-        chosen_C, best_C = _clustered(text, features, num_paths, options, variants)
-    logger.info("fitting the router to %s", counted(len(chosen_C), "sequence"))
-    evened_CF, mean_F, deviation_F = _evened(features_NF[chosen_C], options.model)
-    weights_PF, biases_P = path_router.classified(evened_CF, best_C, num_paths)
+        chosen = text.some(MOST_CLUSTERED, options.seed)
+        paths_C = _clustered(text, chosen, features, num_paths, options, variants)
+    logger.info("fitting the router to %s", counted(len(chosen), "sequence"))
+    generator = np.random.RandomState(options.seed % 2**32)
+    beginnings = [_beginnings(sequence, generator) for sequence in chosen]
+    features_BF, mean_F, deviation_F = _evened(
+        [features(text.tokens(each, NUM_TOKENS)) for each in itertools.chain.from_iterable(beginnings)], options.model
+    )
+    paths_B = np.repeat(paths_C, [len(each) for each in beginnings])
+    weights_PF, biases_P = path_router.classified(features_BF, paths_B, num_paths)
     weights_PF = weights_PF / torch.from_numpy(deviation_F)
     biases_P = biases_P - (weights_PF * torch.from_numpy(mean_F)).sum(1)
     router = PathRouter(
         weights_PF=weights_PF, biases_P=biases_P, tokenizer=text.tokenizer.identity, model=options.model or "",
         model_digest=digest,
     )  # fmt: skip
-    return router, torch.cat([router.scores(torch.from_numpy(some)) for some in np.array_split(features_NF, 64)])
+    logger.info("choosing the path of each sequence")
+    return router, torch.stack([router.scores(features(text.tokens(sequence, NUM_TOKENS))) for sequence in text])
 
 
-def _evened(features_CF: npt.NDArray[np.float16], model: str | None) -> tuple[npt.NDArray[np.float32], ...]:
+def _beginnings(sequence: str, generator: np.random.RandomState) -> list[str]:
+    """What begins where the sequence does, and with some of its lines."""
+    lines = [place + 1 for place, character in enumerate(sequence[:-1]) if character == "\n"]
+    return [sequence[start:] for start in (0, *generator.permutation(lines)[:MORE_BEGINNINGS])]
+
+
+def _evened(rows: Sequence[torch.Tensor], model: str | None) -> tuple[npt.NDArray[np.float32], ...]:
     """Features of which each column has the same mean and deviation, and what these were. Those that no model has made
     stay as they are."""
+    features_BF = torch.stack([*rows]).float().numpy()
     if model is None:
-        return features_CF.astype(np.float32), np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.float32)
+        return features_BF, np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.float32)
     # Some columns of hidden states are much larger than all others.
-    mean_F, deviation_F = features_CF.mean(0, dtype=np.float32), features_CF.std(0, dtype=np.float32) + 1e-6
-    return (features_CF - mean_F) / deviation_F, mean_F, deviation_F
-
-
-Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Which sequences were chosen [C], and the best path of each [C]."""
+    mean_F, deviation_F = features_BF.mean(0), features_BF.std(0) + np.float32(1e-6)
+    return (features_BF - mean_F) / deviation_F, mean_F, deviation_F
 
 
 def _clustered(
-    text: _Sequences, features: Features, num_paths: int, options: RouteModelOptions,
+    text: _Sequences, sequences: Sequence[str], features: Features, num_paths: int, options: RouteModelOptions,
     variants: Sequence[Sequence[int]] | None,
-) -> Labelled:  # fmt: skip
-    """Whole sequences that are alike get the same path."""
-    chosen_C, sequences = text.some(MOST_CLUSTERED, options.seed)
+) -> npt.NDArray[np.int64]:  # fmt: skip
+    """The path of each sequence [C], so that those that are alike as a whole have the same one."""
     logger.info("clustering %s", counted(len(sequences), "sequence"))
-    rows = [features(text.tokens(sequence)).half().numpy() for sequence in sequences]
-    features_CF, *_ = _evened(np.stack(rows), options.model)
+    features_CF, *_ = _evened([features(text.tokens(sequence)) for sequence in sequences], options.model)
     sizes_C = [len(sequence) for sequence in sequences]
     paths_C, centroids_PF = path_router.clustered(
         features_CF, sizes_C, num_paths, options.most_over_mean, seed=options.seed
     )
-    if variants is not None:
-        paths_C = np.argsort(path_router.arranged(centroids_PF, variants, seed=options.seed))[paths_C]
-    return chosen_C, paths_C
+    if variants is None:
+        return paths_C
+    return np.argsort(path_router.arranged(centroids_PF, variants, seed=options.seed))[paths_C]
 
 
-def _refined(text: _Sequences, num_paths: int, folder: Path, seed: int) -> Labelled:
-    """Each sequence gets the path with the least loss on it. Raises ValueError if a path's model is missing."""
-    chosen_C, sequences = text.some(MOST_REFINED, seed)
+def _with_least_loss(
+    text: _Sequences, sequences: Sequence[str], num_paths: int, folder: Path
+) -> npt.NDArray[np.int64]:  # fmt: skip
+    """The path with the least loss on each sequence [C]. Raises ValueError if a path's model is missing."""
     losses_PC = np.zeros((num_paths, len(sequences)))
     for path, name in enumerate(path_names(num_paths)):
         if not (folder / name).is_dir():
@@ -206,7 +217,8 @@ def _refined(text: _Sequences, num_paths: int, folder: Path, seed: int) -> Label
         losses_PC[path] = _losses(folder / name, text, sequences)
     told = f"{losses_PC.min(0).mean():.4f}, and along all paths {losses_PC.mean():.4f}"
     logger.info("mean loss of these sequences along each one's best path %s", told)
-    return chosen_C, losses_PC.argmin(0)
+    paths_C: npt.NDArray[np.int64] = losses_PC.argmin(0)
+    return paths_C
 
 
 @torch.inference_mode()

@@ -153,7 +153,7 @@ def chooser(
     # An export of a run on bytes has a tokenizer.json, whose tokens are the bytes as well.
     is_bytes = router.tokenizer == ByteTokenizer.identity and tokenizer.vocab_size == ByteTokenizer.vocab_size
     router.require(num_paths, router.tokenizer if is_bytes else tokenizer.identity)
-    features: Features = path_router.hashed
+    features: Features = router.hashed
     if router.model:
         features, digest = hidden_features(router.model, cache, say)
         if digest != router.model_digest:

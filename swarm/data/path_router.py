@@ -12,7 +12,6 @@ sequences, P paths, F features.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +28,13 @@ ABOUT, WEIGHTS = "router.json", "router.safetensors"
 Features = Callable[[Sequence[int]], Tensor]
 """Gives the features [F] of a sequence's first tokens, or of all of them."""
 _FORMAT = 1
-_LOG2_HASHED = 9
+_LOG2_HASHED = 11
 _LONGEST_RUN = 3
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NUM_STARTS = 4
 _NUM_EVENED = 10
 _NUM_NUDGES = 500
+_INVERSE_REGULARIZATION = 10.0
 
 Linear = tuple[Tensor, Tensor]
 """Weights [P, F] and biases [P] of a path router."""
@@ -64,6 +64,10 @@ class PathRouter:
     def scores(self, features_NF: Tensor) -> Tensor:
         """[N, P]: the path with the largest score is taken."""
         return features_NF.float() @ self.weights_PF.T + self.biases_P
+
+    def hashed(self, tokens: Sequence[int]) -> Tensor:
+        """The features [F] of tokens without a model, as many as it has weights for: routers of before have fewer."""
+        return hashed(tokens, log2_features=self.weights_PF.shape[1].bit_length() - 1)
 
     def choose(self, tokens: Sequence[int], features: Features) -> int:
         return int(self.scores(features(tokens[:NUM_TOKENS])[None]).argmax())
@@ -101,24 +105,25 @@ def read(folder: Path) -> PathRouter:
     with tensor_file.opened(folder / WEIGHTS, IntegrityError) as file:
         tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 - it is no dict
     weights, biases = tensors.get("weights", torch.zeros(0)), tensors.get("biases", torch.zeros(0))
+    tokenizer, model, digest = (str(about.get(name, "")) for name in ("tokenizer", "model", "digest"))
     is_sound = weights.ndim == 2 and biases.shape == weights.shape[:1] and len(biases) > 0
+    is_sound = is_sound and (model != "" or weights.shape[1].bit_count() == 1)
     if not (is_sound and weights.isfinite().all() and biases.isfinite().all()):
         raise IntegrityError(f"{folder / WEIGHTS} is no router")
-    tokenizer, model, digest = (str(about.get(name, "")) for name in ("tokenizer", "model", "digest"))
     return PathRouter(weights_PF=weights, biases_P=biases, tokenizer=tokenizer, model=model, model_digest=digest)
 
 
-def hashed(tokens: Sequence[int]) -> Tensor:
+def hashed(tokens: Sequence[int], *, log2_features: int = _LOG2_HASHED) -> Tensor:
     """Features of tokens, without a model: how often runs of one to three tokens occur, counted by a hash of these.
     [F], of unit length."""
-    counts_F = np.zeros(1 << _LOG2_HASHED, dtype=np.float32)
+    counts_F = np.zeros(1 << log2_features, dtype=np.float32)
     numbers = np.array(tokens, dtype=np.uint64) + np.uint64(1)
     runs: npt.NDArray[np.uint64] = np.zeros(len(numbers) + 1, dtype=np.uint64)
     for length in range(1, min(_LONGEST_RUN, len(numbers)) + 1):
         # A run is the run before it, which is one token shorter, and its last token.
         runs = (runs[:-1] + numbers[length - 1 :]) * _GOLDEN
         runs ^= runs >> np.uint64(29)
-        np.add.at(counts_F, (runs * _GOLDEN) >> np.uint64(64 - _LOG2_HASHED), 1.0)
+        np.add.at(counts_F, (runs * _GOLDEN) >> np.uint64(64 - log2_features), 1.0)
     return torch.nn.functional.normalize(torch.from_numpy(counts_F).sqrt(), dim=0)
 
 
@@ -207,7 +212,7 @@ def arranged(
     return min(found, key=lambda each: each[0])[1]
 
 
-def classified(features_NF: npt.NDArray[np.floating[Any]], best_N: npt.NDArray[np.int64], num_paths: int) -> Linear:
+def classified(features_NF: npt.NDArray[np.float32], best_N: npt.NDArray[np.int64], num_paths: int) -> Linear:
     """Fit a logistic regression that finds each sequence's path by its features (discriminative routing, section 2.4 of
     the paper): `best_N` is the one whose cluster it is in, or that has the least loss. A path that is nowhere the best
     is not chosen. Blocks."""
@@ -218,7 +223,7 @@ def classified(features_NF: npt.NDArray[np.floating[Any]], best_N: npt.NDArray[n
     if len(classes) == 1:
         biases_P[classes[0]] = 0.0
         return weights_PF, biases_P
-    found = LogisticRegression(max_iter=1000).fit(features_NF.astype(np.float32), best_N)
+    found = LogisticRegression(C=_INVERSE_REGULARIZATION, max_iter=1000).fit(features_NF, best_N)
     coefficients, intercepts = found.coef_, found.intercept_
     if len(classes) == 2:
         # Of two classes the library gives the difference.

@@ -73,7 +73,7 @@ async def test_of_a_leaders_reason_only_a_line_is_written(monkeypatch: pytest.Mo
         await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         await peer.averager.handlers.handle(ABORT, call_of(peer, ABORT, 9, reason="\x1b" + "x" * 100_000))
         [abort] = [event for event in written if isinstance(event, Abort)]
-        assert abort.reason == " " + "x" * (messages.LONGEST_REASON - 1)
+        assert abort.reason == " " + "x" * (messages.LONGEST_MEMBER_REASON - 1)
 
 
 @in_virtual_time

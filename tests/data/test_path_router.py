@@ -25,8 +25,10 @@ def _router() -> PathRouter:
 
 def test_hashes_never_change() -> None:
     """A router outlives a release: these places must stay."""
-    places = [hashed(tokens).nonzero().ravel().tolist() for tokens in ([0], [65535], [1, 2], [1, 2, 3])]
-    assert places == [[433], [65], [15, 29, 170], [15, 29, 145, 170, 275, 300]]
+    some = ([0], [65535], [1, 2], [1, 2, 3])
+    places = [[hashed(tokens, log2_features=log2).nonzero().ravel().tolist() for tokens in some] for log2 in (9, 11)]
+    assert places[0] == [[433], [65], [15, 29, 170], [15, 29, 145, 170, 275, 300]]
+    assert places[1] == [[1733], [261], [63, 116, 681], [63, 116, 580, 681, 1100, 1200]]
     assert hashed([1, 2, 3]).norm() == pytest.approx(1)
     assert hashed([]).count_nonzero() == 0
 
@@ -41,10 +43,17 @@ def test_a_router_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (found.tokenizer, found.model, found.num_paths) == ("bytes", "there", 2)
 
 
+def test_a_router_with_fewer_features_chooses_by_as_many(tmp_path: Path) -> None:
+    weights_PF = torch.stack([hashed(HELLO, log2_features=9), hashed(WORLD, log2_features=9)])
+    PathRouter(weights_PF=weights_PF, biases_P=torch.zeros(2), tokenizer="bytes").write(tmp_path)
+    router = path_router.read(tmp_path)
+    assert [router.choose(text, router.hashed) for text in (HELLO, WORLD)] == [0, 1]
+
+
 def test_a_folder_without_a_sound_router_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no router\.json: swarm-model route makes one"):
         path_router.read(tmp_path)
-    for weights_PF in (torch.zeros(3, 4), torch.full((2, 4), torch.nan), torch.zeros(2)):
+    for weights_PF in (torch.zeros(3, 4), torch.full((2, 4), torch.nan), torch.zeros(2, 5), torch.zeros(2)):
         PathRouter(weights_PF=weights_PF, biases_P=torch.zeros(2), tokenizer="").write(tmp_path)
         with pytest.raises(IntegrityError, match="is no router"):
             path_router.read(tmp_path)

@@ -23,7 +23,7 @@ LONGEST_ID = 64
 """The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
 LONGEST_SIGNATURE = 256
 """The most bytes of a signature over a tally, with its key and digest."""
-LONGEST_REASON = 200
+LONGEST_MEMBER_REASON = 200
 """The most characters of what a member says of others, or of an attempt; also shown."""
 
 
@@ -198,7 +198,7 @@ def unpack_failure(failure: pb.Failure) -> MemberFailed:
 
 
 def unpack_reason(reason: str) -> str:
-    return printable(reason[:LONGEST_REASON])
+    return printable(reason[:LONGEST_MEMBER_REASON])
 
 
 def pack_deviations(deviations: Iterable[Deviation]) -> list[pb.Deviation]:

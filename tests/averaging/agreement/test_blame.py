@@ -243,5 +243,5 @@ async def test_who_has_no_answers_from_its_leader_does_not_hold_it_up() -> None:
 def test_of_what_a_member_says_of_another_only_a_line_is_passed_on() -> None:
     told = pb.Failure(blamed_id="a" * 999, reason="\n" + "x" * 100_000, noticed_by_id="b" * 999)
     failed = messages.unpack_failure(told)
-    assert str(failed) == " " + "x" * (messages.LONGEST_REASON - 1)
+    assert str(failed) == " " + "x" * (messages.LONGEST_MEMBER_REASON - 1)
     assert (len(failed.peer_id), len(failed.noticed_by)) == (messages.LONGEST_ID, messages.LONGEST_ID)
