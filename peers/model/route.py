@@ -81,7 +81,8 @@ def route(options: RouteModelOptions) -> None:
 
 
 class _Sequences:
-    """All sequences of a text, each time in the same order."""
+    """All sequences of a text, each time in the same order. Raises IntegrityError if there are more or fewer than were
+    counted."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, most_characters: int) -> None:
         self._data = data
@@ -96,6 +97,8 @@ class _Sequences:
         for dataset in self._data.datasets:
             source = Source(dataset, self._data)
             for sequence in path_router.sequences(source, self._most_characters):
+                if number == len(self.sizes) > 0:
+                    raise IntegrityError("the text grew while it was read: route it again")
                 yield sequence
                 number += 1
                 if time.monotonic() - said_at >= SAY_SECONDS:
@@ -105,6 +108,8 @@ class _Sequences:
                 self._with_faults.add(dataset)
                 left_out = counted(source.faults.num_rows, "row")
                 logger.warning("%s of %s left out; the first: %s", left_out, dataset, source.faults.first)
+        if number < len(self.sizes):
+            raise IntegrityError("the text shrank while it was read: route it again")
 
     def count(self) -> int:
         logger.info("counting the sequences of the text")
@@ -123,17 +128,12 @@ class _Sequences:
         return [*map(int, self.tokenizer.prefix), *map(int, encoded)][:num_tokens]
 
     def write(self, folder: Path, paths_N: npt.NDArray[np.int64], num_paths: int) -> None:
-        """Write each sequence into the file of its path. Raises IntegrityError if the text has changed, and OSError."""
+        """Write each sequence into the file of its path. Raises OSError."""
         with ExitStack() as stack:
             opened = [(folder / name).open("w", encoding="utf-8") for name in path_names(num_paths, ".jsonl")]
             files = [stack.enter_context(file) for file in opened]
-            paths = iter(paths_N.tolist())
-            for sequence in self:
-                if (path := next(paths, None)) is None:
-                    raise IntegrityError("the text grew while it was read: route it again")
+            for sequence, path in zip(self, paths_N.tolist(), strict=True):
                 files[path].write(json.dumps({self._data.text_field: sequence}, ensure_ascii=False) + "\n")
-            if next(paths, None) is not None:
-                raise IntegrityError("the text shrank while it was read: route it again")
 
 
 def _learned(
@@ -175,7 +175,8 @@ def _learned(
 def _beginnings(sequence: str, generator: np.random.RandomState) -> list[str]:
     """What begins where the sequence does, and with some of its lines."""
     lines = [place + 1 for place, character in enumerate(sequence[:-1]) if character == "\n"]
-    return [sequence[start:] for start in (0, *generator.permutation(lines)[:MORE_BEGINNINGS])]
+    starts = (0, *generator.permutation(lines)[:MORE_BEGINNINGS])
+    return [sequence[start : start + _PREFIX_CHARACTERS] for start in starts]
 
 
 def _evened(rows: Sequence[torch.Tensor], model: str | None) -> tuple[npt.NDArray[np.float32], ...]:

@@ -99,8 +99,8 @@ def test_clusters_are_those_of_k_means_as_long_as_none_is_too_large() -> None:
 
     features = _blobs(50, (0, 0), (0.1, 0), (3, 0))
     sizes = np.random.RandomState(0).randint(1, 9, 150).astype(float)
-    free, _ = clustered(features, sizes, 3, 100.0, seed=1)
-    clusters, centroids = clustered(features, sizes, 3, 1.1, seed=1)
+    free, _ = clustered(features, sizes.tolist(), 3, 100.0, seed=1)
+    clusters, centroids = clustered(features, sizes.tolist(), 3, 1.1, seed=1)
     shares = [np.bincount(found, sizes, 3) * 3 / sizes.sum() for found in (free, clusters)]
     assert shares[0].max() > 1.1 >= shares[1].max()
     means = np.stack([np.average(features[clusters == k], axis=0, weights=sizes[clusters == k]) for k in range(3)])
@@ -121,7 +121,7 @@ def test_paths_with_common_blocks_take_clusters_that_are_alike() -> None:
             for (one, path), (other, other_path) in pairs
         )
 
-    assert cost(arranged(points, paths, seed=0)) == pytest.approx(min(map(cost, itertools.permutations(range(4)))))
+    assert cost(arranged(points, paths, seed=0).tolist()) == pytest.approx(min(map(cost, itertools.permutations(range(4)))))
     groups = np.random.RandomState(4).permutation(16) % 4
     blobs = (np.eye(4)[groups] + np.random.RandomState(5).normal(0, 0.05, (16, 4))).astype(np.float32)
     crossed = [(0, one, other, 0) for one, other in itertools.product(range(4), repeat=2)]

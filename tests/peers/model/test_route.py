@@ -15,6 +15,7 @@ from peers.model.options import RouteModelOptions
 from swarm import config as configs
 from swarm.data import path_router
 from swarm.data.path_router import hashed
+from swarm.errors import IntegrityError
 from tests.interchange.small_models import make, save
 
 KINDS = {
@@ -69,6 +70,26 @@ def test_fewer_sequences_than_paths_are_refused(tmp_path: Path) -> None:
     _texts(tmp_path, 1)
     with pytest.raises(ValueError, match="there are 4 sequences, too few for 5 paths"):
         _route(tmp_path, paths=5)
+    assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize(("rows", "what"), [(9, "grew"), (7, "shrank")])
+def test_a_text_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, what: str
+) -> None:  # fmt: skip
+    def write(number: int) -> None:
+        lines = [json.dumps({"text": text.format(row)}) for row in range(3) for text in KINDS.values()]
+        (tmp_path / "text.jsonl").write_text("\n".join(lines[:number]) + "\n")
+
+    def clustered(*given: Any, **options: Any) -> Any:
+        write(rows)
+        return true(*given, **options)
+
+    true = path_router.clustered
+    monkeypatch.setattr(path_router, "clustered", clustered)
+    write(8)
+    with pytest.raises(IntegrityError, match=f"the text {what} while it was read: route it again"):
+        _route(tmp_path, paths=2)
     assert not (tmp_path / "shards").exists()
 
 
