@@ -1,17 +1,19 @@
 """swarm-model route: decides offline which path each sequence of a text takes (DiPaCo, arXiv 2403.10616, section 2.4).
 
-The sequences are read four times: to count them, for some that show what is alike or which path suits them, to choose
-the path of each by its first tokens, and to write each into the shard of its path. So only a number for each path is in
-memory of most. Shape suffixes: N sequences, C chosen ones, B beginnings of lines in these, P paths, F features.
+The sequences are read four times (two times for a random cut): to count them, for some that show what is alike or which
+path suits them, to choose the path of each by its first tokens, and to write each into the shard of its path. So only a
+number for each path is in memory of most. Shape suffixes: N sequences, C chosen ones, B beginnings of lines in these, P
+paths, F features.
 """
 
 import dataclasses
-import itertools
 import json
 import logging
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ to learn from."""
 SAY_SECONDS = 10.0
 _PREFIX_CHARACTERS = 1024
 """The beginning of a text in which its first tokens are."""
+_MOST_CHARACTERS = 1 << 14
+"""What is kept of each chosen sequence."""
 
 
 def route(options: RouteModelOptions) -> None:
@@ -73,6 +77,11 @@ def route(options: RouteModelOptions) -> None:
     else:
         router, scores_NP = _learned(text, num_paths, options, variants)
     biases_P, paths_N = path_router.balanced(scores_NP, text.sizes, options.most_over_mean)
+    if empty := sorted({*range(num_paths)} - set(paths_N.tolist())):
+        raise ValueError(
+            f"path {empty[0]} would get no text: many sequences begin alike, or are as large as a shard. Take fewer "
+            f"paths, or a lower --most-over-mean than {options.most_over_mean:g}, or a smaller --window"
+        )
     with whole_folder(options.output) as folder:
         text.write(folder, paths_N, num_paths)
         if router is not None:
@@ -116,10 +125,10 @@ class _Sequences:
         self.sizes = [len(sequence) for sequence in self]
         return len(self.sizes)
 
-    def some(self, most: int, seed: int) -> list[str]:
-        """At most so many sequences that were counted, chosen at random."""
+    def some(self, most: int, seed: int) -> dict[int, str]:
+        """At most so many sequences that were counted, chosen at random, or how they begin: by their numbers."""
         wanted = set(np.random.RandomState(seed % 2**32).permutation(len(self.sizes))[:most].tolist())
-        return [sequence for number, sequence in enumerate(self) if number in wanted]
+        return {number: sequence[:_MOST_CHARACTERS] for number, sequence in enumerate(self) if number in wanted}
 
     def tokens(self, sequence: str, num_tokens: int | None = None) -> list[int]:
         """The first tokens of a sequence, or all of them, with those that the tokenizer puts before it."""
@@ -150,18 +159,21 @@ def _learned(
         raise ValueError(f"there are {number} sequences, too few for {num_paths} paths")
     if options.refine is not None:
         chosen = text.some(MOST_REFINED, options.seed)
-        paths_C = _with_least_loss(text, chosen, num_paths, options.refine)
+        paths_C = _with_least_loss(text, [*chosen.values()], num_paths, options.refine)
     else:
         chosen = text.some(MOST_CLUSTERED, options.seed)
         paths_C = _clustered(text, chosen, features, num_paths, options, variants)
-    logger.info("fitting the router to %s", counted(len(chosen), "sequence"))
     generator = np.random.RandomState(options.seed % 2**32)
-    beginnings = [_beginnings(sequence, generator) for sequence in chosen]
-    features_BF, mean_F, deviation_F = _evened(
-        [features(text.tokens(each, NUM_TOKENS)) for each in itertools.chain.from_iterable(beginnings)], options.model
+    beginnings = [_beginnings(sequence, generator) for sequence in chosen.values()]
+    nums_C = np.array([len(each) for each in beginnings])
+    logger.info(
+        "fitting the router to %s of %s", counted(int(nums_C.sum()), "beginning"), counted(len(chosen), "sequence")
     )
-    paths_B = np.repeat(paths_C, [len(each) for each in beginnings])
-    weights_PF, biases_P = path_router.classified(features_BF, paths_B, num_paths)
+    rows = _all_features([text.tokens(each, NUM_TOKENS) for each in chain.from_iterable(beginnings)], features)
+    features_BF, mean_F, deviation_F = _evened(rows, options.model)
+    # Sequences count alike, however many lines they have.
+    counts_B = np.repeat(nums_C.mean() / nums_C, nums_C)
+    weights_PF, biases_P = path_router.classified(features_BF, np.repeat(paths_C, nums_C), counts_B, num_paths)
     weights_PF = weights_PF / torch.from_numpy(deviation_F)
     biases_P = biases_P - (weights_PF * torch.from_numpy(mean_F)).sum(1)
     router = PathRouter(
@@ -169,14 +181,29 @@ def _learned(
         model_digest=digest,
     )  # fmt: skip
     logger.info("choosing the path of each sequence")
-    return router, torch.stack([router.scores(features(text.tokens(sequence, NUM_TOKENS))) for sequence in text])
+    scores_NP = torch.empty(number, num_paths)
+    for row_P, sequence in zip(scores_NP, text, strict=True):
+        row_P.copy_(router.scores(features(text.tokens(sequence, NUM_TOKENS))))
+    return router, scores_NP
 
 
 def _beginnings(sequence: str, generator: np.random.RandomState) -> list[str]:
     """What begins where the sequence does, and with some of its lines."""
-    lines = [place + 1 for place, character in enumerate(sequence[:-1]) if character == "\n"]
+    last = len(sequence.rstrip())
+    lines = [found.end() for found in re.finditer("\n", sequence) if found.end() < last]
     starts = (0, *generator.permutation(lines)[:MORE_BEGINNINGS])
     return [sequence[start : start + _PREFIX_CHARACTERS] for start in starts]
+
+
+def _all_features(pieces: Sequence[Sequence[int]], features: Features) -> list[torch.Tensor]:
+    """The features of each piece of tokens."""
+    rows, said_at = list[torch.Tensor](), time.monotonic()
+    for tokens in pieces:
+        rows.append(features(tokens))
+        if time.monotonic() - said_at >= SAY_SECONDS:
+            said_at = time.monotonic()
+            logger.info("features of %d of %d so far", len(rows), len(pieces))
+    return rows
 
 
 def _evened(rows: Sequence[torch.Tensor], model: str | None) -> tuple[npt.NDArray[np.float32], ...]:
@@ -191,13 +218,14 @@ def _evened(rows: Sequence[torch.Tensor], model: str | None) -> tuple[npt.NDArra
 
 
 def _clustered(
-    text: _Sequences, sequences: Sequence[str], features: Features, num_paths: int, options: RouteModelOptions,
+    text: _Sequences, chosen: Mapping[int, str], features: Features, num_paths: int, options: RouteModelOptions,
     variants: Sequence[Sequence[int]] | None,
 ) -> npt.NDArray[np.int64]:  # fmt: skip
-    """The path of each sequence [C], so that those that are alike as a whole have the same one."""
-    logger.info("clustering %s", counted(len(sequences), "sequence"))
-    features_CF, *_ = _evened([features(text.tokens(sequence)) for sequence in sequences], options.model)
-    sizes_C = [len(sequence) for sequence in sequences]
+    """The path of each chosen sequence [C], so that those that are alike as a whole have the same one."""
+    logger.info("clustering %s", counted(len(chosen), "sequence"))
+    rows = _all_features([text.tokens(sequence) for sequence in chosen.values()], features)
+    features_CF, *_ = _evened(rows, options.model)
+    sizes_C = [text.sizes[number] for number in chosen]
     paths_C, centroids_PF = path_router.clustered(
         features_CF, sizes_C, num_paths, options.most_over_mean, seed=options.seed
     )

@@ -36,7 +36,7 @@ _UNTRAINED = 0.1
 SAY_SECONDS = 10.0
 _MOST_KEPT = 1 << 16
 """The most beginnings of sequences whose path is remembered."""
-_MOST_SEEN = 1024
+_MOST_SEEN = 256
 """The most tokens of which features are made."""
 
 
@@ -164,17 +164,19 @@ def chooser(
 
 def hidden_features(place: str, cache: Path, say: Say) -> tuple[Callable[[Sequence[int]], Tensor], str]:
     """What makes features of a sequence's tokens, for a path router: the mean of the hidden states [F] that a model has
-    after its last layer of the first tokens, as many as it takes, up to 1,024. Returns it with the digest of the
+    after its last layer of the first tokens, as many as it takes, up to 256. Returns it with the digest of the
     model's weights. Blocks. Raises what `open_model` and `all_weights` raise."""
     own = open_model(place, say)
     digest = own.all_weights(cache).index.digest
     found = origin.from_folder(own.folder)
     module = origin.transformer(found, found.config, torch.device("cpu")).eval()
     module.head = None
-    most = min(found.config.data.sequence_length, _MOST_SEEN)
+    most = min(found.config.model.max_positions or _MOST_SEEN, _MOST_SEEN)
 
     @torch.inference_mode()
     def features(tokens: Sequence[int]) -> Tensor:
+        if not tokens:
+            return torch.zeros(found.config.model.d_model)
         hidden_BTR: Tensor = module(torch.tensor([tokens[:most]], dtype=torch.int64))
         return hidden_BTR[0].mean(0)
 

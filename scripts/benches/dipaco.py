@@ -113,10 +113,10 @@ def run(options: Options) -> dict[str, Any]:
             figures = found[child.name] = json.loads(last_line(child.log))
             say(f"{child.name}: {figures['loss']:.4f} after {figures['seconds']:.0f} s")
     by_arm = {name: [found[f"{name}-{seed}"] for seed in range(options.seeds)] for name in options.arms}
-    config = run_config(ARMS["dense"], [], 0, options)
+    configs = {name: run_config(ARMS[name], [], 0, options) for name in options.arms}
     return summary(by_arm) | {
         "parameters": {name: parameters(arm, options) for name, arm in ARMS.items() if name in options.arms},
-        "tokens": options.rounds * config.rounds.round_samples * config.data.sequence_length,
+        "tokens": {name: options.rounds * config.rounds.round_samples * LENGTH for name, config in configs.items()},
         "inner_steps_of_a_peer": options.rounds * ROUND_STEPS,
     }  # fmt: skip
 

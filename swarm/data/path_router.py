@@ -153,7 +153,8 @@ def clustered(
     features_NF: npt.NDArray[np.float32], sizes_N: Sequence[float], num_paths: int, most_over_mean: float, *, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:  # fmt: skip
     """Find as many clusters as there are paths by k-means, of which none is larger than `most_over_mean` times the
-    mean: shards have to be, and a cluster that is cut apart afterwards is spread over paths of other text. Blocks.
+    mean, if that can be: so shards have to be, and a cluster that is cut apart afterwards is spread over paths of other
+    text. Blocks.
 
     Returns:
         The cluster of each sequence [N], and the centroids [P, F].
@@ -183,13 +184,14 @@ def arranged(
     are alike, and each block sees alike text; the paper's product k-means is for the same. From several random starts,
     the two paths swap their clusters whose swap gains most, until none gains. Blocks.
 
-    A stage counts twice as much as the next. Counted alike, the blocks of all stages may see somewhat alike text, of
-    which none can make use; so those of one see text that is as alike as can be.
+    Of the stages with variants each counts twice as much as the next. Counted alike, the blocks of all may see somewhat
+    alike text, of which none can make use; so those of one see text that is as alike as can be.
 
     Args:
         paths: the variants that each path leads through.
     """
     variants_PS = np.array(paths)
+    variants_PS = variants_PS[:, (variants_PS != variants_PS[0]).any(0)]
     common_PP = (variants_PS[:, None] == variants_PS[None]) @ 0.5 ** np.arange(variants_PS.shape[1])
     np.fill_diagonal(common_PP, 0.0)
     centroids = torch.from_numpy(centroids_PF).double()
@@ -205,17 +207,24 @@ def arranged(
             kept_P = np.diagonal(product_PP)
             gains_PP = kept_P[:, None] + kept_P - product_PP - product_PP.T - 2 * common_PP * own_PP
             one, other = divmod(int(gains_PP.argmax()), len(paths))
-            if gains_PP[one, other] <= 1e-9 * apart_PP.max():
+            if gains_PP[one, other] <= 1e-9 * apart_PP.max() * common_PP.max():
                 break
             order[[one, other]] = order[[other, one]]
         found.append((float((common_PP * own_PP).sum()), order))
     return min(found, key=lambda each: each[0])[1]
 
 
-def classified(features_NF: npt.NDArray[np.float32], best_N: npt.NDArray[np.int64], num_paths: int) -> Linear:
-    """Fit a logistic regression that finds each sequence's path by its features (discriminative routing, section 2.4 of
-    the paper): `best_N` is the one whose cluster it is in, or that has the least loss. A path that is nowhere the best
-    is not chosen. Blocks."""
+def classified(
+    features_NF: npt.NDArray[np.float32], best_N: npt.NDArray[np.int64], counts_N: npt.NDArray[np.float64],
+    num_paths: int,
+) -> Linear:  # fmt: skip
+    """Fit a logistic regression that finds the path of each beginning of a sequence by its features (discriminative
+    routing, section 2.4 of the paper). A path that is nowhere the best is not chosen. Blocks.
+
+    Args:
+        best_N: the path in whose cluster the sequence is, or that has the least loss on it.
+        counts_N: how much each beginning counts.
+    """
     from sklearn.linear_model import LogisticRegression
 
     weights_PF, biases_P = torch.zeros(num_paths, features_NF.shape[1]), torch.full((num_paths,), -1e4)
@@ -223,7 +232,7 @@ def classified(features_NF: npt.NDArray[np.float32], best_N: npt.NDArray[np.int6
     if len(classes) == 1:
         biases_P[classes[0]] = 0.0
         return weights_PF, biases_P
-    found = LogisticRegression(C=_INVERSE_REGULARIZATION, max_iter=1000).fit(features_NF, best_N)
+    found = LogisticRegression(C=_INVERSE_REGULARIZATION, max_iter=1000).fit(features_NF, best_N, counts_N)
     coefficients, intercepts = found.coef_, found.intercept_
     if len(classes) == 2:
         # Of two classes the library gives the difference.
@@ -237,7 +246,8 @@ def classified(features_NF: npt.NDArray[np.float32], best_N: npt.NDArray[np.int6
 def balanced(
     scores_NP: Tensor, sizes_N: Sequence[float], most_over_mean: float
 ) -> tuple[Tensor, npt.NDArray[np.int64]]:
-    """Assign sequences to paths by their scores, so that no shard is larger than `most_over_mean` times the mean.
+    """Assign sequences to paths by their scores, so that no shard is larger than `most_over_mean` times the mean, but
+    for a sequence that fits nowhere.
 
     First biases are added, the same for all sequences, that make popular paths less so: a router has them too. What is
     still too much (many sequences may begin alike) goes to the next best path, the least decided sequences first.
@@ -257,7 +267,7 @@ def balanced(
     biases = np.zeros(num_paths)
     for number in range(_NUM_NUDGES):
         shares = np.bincount(np.argmax(scores + biases, axis=1), sizes, num_paths) * num_paths / sizes.sum()
-        if shares.max() <= most_over_mean:
+        if shares.max() <= most_over_mean and shares.min() > 0:
             break
         biases -= step / (1 + number / 50) * np.clip(shares - 1, -1, 1)
     scores += biases

@@ -121,10 +121,13 @@ def test_paths_with_common_blocks_take_clusters_that_are_alike() -> None:
             for (one, path), (other, other_path) in pairs
         )
 
-    assert cost(arranged(points, paths, seed=0).tolist()) == pytest.approx(min(map(cost, itertools.permutations(range(4)))))
+    assert cost(arranged(points, paths, seed=0).tolist()) == pytest.approx(
+        min(map(cost, itertools.permutations(range(4))))
+    )
     groups = np.random.RandomState(4).permutation(16) % 4
     blobs = (np.eye(4)[groups] + np.random.RandomState(5).normal(0, 0.05, (16, 4))).astype(np.float32)
-    crossed = [(0, one, other, 0) for one, other in itertools.product(range(4), repeat=2)]
+    # Stages without variants, however many, change nothing.
+    crossed = [(*[0] * 40, one, other, 0) for one, other in itertools.product(range(4), repeat=2)]
     of_path = groups[arranged(blobs, crossed, seed=1)].reshape(4, 4)
     assert [len(set(of_variant)) for of_variant in of_path] == [1, 1, 1, 1]
 
@@ -134,8 +137,19 @@ def test_the_path_with_the_least_loss_is_found_by_features(best: list[int]) -> N
     """Also if only two paths, or a single one, are ever the best."""
     features = _blobs(30, (0, 0), (3, 0), (0, 3), (3, 3))
     wanted = np.repeat(best, 30)
-    weights_PF, biases_P = classified(features, wanted, 4)
+    weights_PF, biases_P = classified(features, wanted, np.ones(len(wanted)), 4)
     assert np.array_equal((torch.from_numpy(features) @ weights_PF.T + biases_P).argmax(1).numpy(), wanted)
+
+
+def test_sequences_with_many_beginnings_count_no_more_than_others() -> None:
+    features = _blobs(200, (0, 0), (0.15, 0))
+    best = np.repeat([0, 1], 200)
+    alike = classified(features, best, np.ones(400), 2)
+    nine_times = np.repeat(features[best == 1], 9, axis=0)
+    many = np.concatenate([features[best == 0], nine_times]), np.repeat([0, 1], [200, 1800])
+    counted = classified(*many, np.repeat([1.0, 1 / 9], [200, 1800]), 2)
+    for one, other in zip(alike, counted, strict=True):
+        assert torch.allclose(one, other, atol=1e-3)
 
 
 @pytest.mark.parametrize("most_over_mean", [1.05, 1.5])

@@ -12,6 +12,7 @@ import torch
 from peers.model import program as model
 from peers.model import route
 from peers.model.options import RouteModelOptions
+from peers.shared.named_model import hidden_features
 from swarm import config as configs
 from swarm.data import path_router
 from swarm.data.path_router import hashed
@@ -127,6 +128,26 @@ def test_a_model_s_hidden_states_tell_as_well_what_is_alike(tmp_path: Path, monk
         router.choose(list(row.encode()), features) == path for path, shard in enumerate(shards) for row in shard
     )
     assert chosen[True] > 0.95 * chosen.total()
+
+
+def test_a_run_folder_s_hidden_states_are_those_of_its_model(tmp_path: Path) -> None:
+    """Also of no token, as blank text may have."""
+    save("llama-2", tmp_path / "model")
+    assert model.main(["import", str(tmp_path / "model"), "--output", str(tmp_path / "run")]) == 0
+    imported, own = (hidden_features(str(tmp_path / each), tmp_path / "cache", print)[0] for each in ("model", "run"))
+    assert torch.equal(imported([1, 2, 3]), own([1, 2, 3]))
+    assert own([1, 2, 3]).count_nonzero() == len(own([]))
+    assert own([]).count_nonzero() == 0
+
+
+def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
+    """Where all begin alike, nothing says which sequences belong to it."""
+    rows = [{"text": f"{'the same licence for all of them, ' * 3} {number}"} for number in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"path [01] would get no text: many sequences begin alike"):
+        _route(tmp_path, "--most-over-mean", "3", paths=2)
+    assert not (tmp_path / "shards").exists()
+    assert all(_route(tmp_path, paths=2))
 
 
 def test_the_path_with_the_least_loss_takes_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
