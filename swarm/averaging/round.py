@@ -242,16 +242,19 @@ class Round:
         `is_part` says that this is one of a group. Or each gives its group's average, and `given` says what those in
         it have given. Raises AttemptFailed unless all have prepared the same."""
         started_at, number = self.context.clock.monotonic(), attempt.standing.round
-        is_whole = not is_part and not given
-        through_one = is_whole and self.blame.goes_through_one(number, begun)
+        owners = {*begun} if is_part or given else self.blame.owners(number, begun)
+        if attempt.codec.is_sparse and len(owners) < len(begun):
+            # In a gather all would need each other, unless one owns everything.
+            owners = {self.context.own_id}
         shares = divide(
             {peer: begun[PeerId(peer)] for peer in self.blame.suspects.in_order(begun, number)},
             num_elements=next(iter(begun.values())).num_elements, tile=attempt.codec.tile,
-            clip_to_median=clip_of(attempt.config), only_owner=self.context.own_id if through_one else None,
+            clip_to_median=clip_of(attempt.config), owners=owners,
         )  # fmt: skip
         shares = replace(shares, amended=attempt.amended)
         self._vector_bytes = 4 * shares.num_elements
-        request = self._average_request(attempt, shares, num_times=2 * (len(begun) - 1) if through_one else 4)
+        num_times = max(4, 2 * -(-(len(begun) - 1) // len(owners)))
+        request = self._average_request(attempt, shares, num_times=num_times)
         request.is_part = is_part
         if given:
             request.member_ids.extend(sorted(given))
@@ -260,7 +263,7 @@ class Round:
         told = _results(replies)
         if len(told) < len(begun):
             took_long = self.context.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
-            raise self.blame.failed_exchange(replies, begun, number, attempt.ballot, took_long=took_long)
+            raise self.blame.failed_exchange(replies, begun, owners, number, attempt.ballot, took_long=took_long)
         digests = {peer: prepared.digest for peer, prepared in told.items()}
         if len(set(digests.values())) > 1:
             raise self.blame.different_results(digests)

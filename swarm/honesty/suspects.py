@@ -199,13 +199,13 @@ class Suspects:
             words.num_owners = max(words.num_owners, len(said.keys() - {peer}))
         self._find_false_accusers(round_number, said.keys(), parts)
         wrong = {each.peer_id for words in said.values() for each in words if each.is_computed}
+        members = parts.keys()
         found = [
-            verdict for peer in parts if peer in wrong and (verdict := self._judge_computed(peer, round_number, said))
+            verdict for peer in sorted(wrong & members)
+            if (verdict := self._judge_computed(peer, round_number, members))
         ]  # fmt: skip
         others = [peer for peer in accused if all(out.peer_id != peer for out, _ in found)]
-        found += [
-            verdict for peer in others if (verdict := self._judge(peer, round_number, said.keys() - {peer}))
-        ]  # fmt: skip
+        found += [verdict for peer in others if (verdict := self._judge(peer, round_number, members - {peer}))]
         num_gone = sum(number == round_number for peer, number in self._left_out.items() if peer not in parts)
         if found and 2 * (num_gone + len(found)) >= num_gone + len(parts):
             logger.warning(
@@ -223,11 +223,11 @@ class Suspects:
                 self._name(out.peer_id, named)
         return [out for out, _ in found]
 
-    def _judge_computed(self, peer: str, round_number: int, said: Mapping[str, Sequence[Deviation]]) -> _Verdict | None:
+    def _judge_computed(self, peer: str, round_number: int, members: Set[str]) -> _Verdict | None:
         """A member is left out, and named at once, if most others have found by computing that it answers or
         contributes wrongly: that does not happen by chance. A peer that starts again may contradict itself in one
         round. So who has only contradicted itself is named once most have found it even without that round."""
-        others = said.keys() - {peer} - self._false_accusers
+        others = members - {peer} - self._false_accusers
         found = {owner: rounds for owner, rounds in sorted(self._computed.get(peer, {}).items()) if owner in others}
         if len(found) < FEW_ACCUSERS or 2 * len(found) <= len(others):
             return None
@@ -244,20 +244,20 @@ class Suspects:
         line = f"{peer} lies: its answers or its contributions are wrong, by the word of {by} in round {round_number}"
         return found_out, Named(round_number, f"{line}; {why}")
 
-    def _judge(self, peer: str, round_number: int, owners: Set[str]) -> _Verdict | None:
+    def _judge(self, peer: str, round_number: int, others: Set[str]) -> _Verdict | None:
         rounds = self._words.get(peer, {})
         if round_number not in rounds:
             return None
         said = [*chain.from_iterable(words.by_owner.items() for words in rounds.values())]
-        accusers = {owner for owner, _ in said if owner in owners}
+        accusers = {owner for owner, _ in said if owner in others}
         num_rounds, is_always = _most_agreement(rounds.values())
         words = rounds[round_number]
         if num_rounds < LEFT_OUT_AFTER:
-            accusers = words.clear_to & words.by_owner.keys() & owners
-        if len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(owners):
+            accusers = words.clear_to & words.by_owner.keys() & others
+        if len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(others):
             return None
         _, reason = next(iter(words.by_owner.values()))
-        why = f"{len(accusers)} of {len(owners)} owners of other parts say so, in {num_rounds} of the last rounds"
+        why = f"{len(accusers)} of {len(others)} others say so, in {num_rounds} of the last rounds"
         why, named = f"{why}: {reason}", None
         num_words = sum(min(MOST_OF_A_ROUND, len(words.by_owner)) for words in rounds.values())
         if is_always or (num_rounds >= NAMED_AFTER and num_words >= MANY_WORDS):

@@ -146,7 +146,7 @@ async def test_a_liar_is_left_out_and_named(setting: str, lie: str, caplog: pyte
             assert common_share(result) == pytest.approx(0.7, abs=0.04)
         for number in range(6):
             assert [line.split()[0] for line in lines(network, number)] == [peer_id(LIAR)]
-        assert f"the contribution of {peer_id(LIAR)} to round {FROM} is out of line: 5 of 5 owners" in caplog.text
+        assert f"the contribution of {peer_id(LIAR)} to round {FROM} is out of line: 5 of 5 others" in caplog.text
 
 
 @in_virtual_time

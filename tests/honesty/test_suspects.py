@@ -40,7 +40,7 @@ def test_once_is_no_proof_most_of_the_last_rounds_are() -> None:
     assert suspects.is_named("f")
     assert suspects.lines == [
         "f lies: its contributions are out of line again and again, by the word of a, b, c, d until round 4; 4 of 5 "
-        "owners of other parts say so, in 4 of the last rounds: it is odd"
+        "others say so, in 4 of the last rounds: it is odd"
     ]
     judged(suspects, NAMED_AFTER + FORGIVEN_AFTER, {})
     assert suspects.lines == []

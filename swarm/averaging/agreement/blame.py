@@ -18,8 +18,8 @@ from swarm.types import Block, PeerId
 logger = logging.getLogger(__name__)
 
 MOST_THROUGH_ONE = 8
-"""The largest group in which one member may sum everything because others cannot reach each other: that member's line
-carries all that they send."""
+"""The largest group in which one member may sum everything, because no two others can reach each other: that member's
+line carries all that they send."""
 SLOW = DeadlineExceeded, Overloaded
 """The first error of these kinds only doubles the deadlines."""
 MOST_STRIKES = 4
@@ -50,9 +50,9 @@ class Blame:
 
     def __init__(self, own_id: PeerId, suspects: Suspects) -> None:
         self._own_id = own_id
-        self._round_through_one: int | None = None
-        """The round in which the connection between two members failed. In that round all members exchange through this
-        peer alone."""
+        self._apart: tuple[int, frozenset[PeerId]] = (-1, frozenset())
+        """The round in which connections between other members failed, and these members. In that round they own no
+        parts, so that they need no connection."""
         self.num_timeouts = 0
         self._timed_out_in: tuple[int, Ballot] | None = None
         """The last attempt in which an exchange timed out. Those of its groups count once."""
@@ -121,13 +121,14 @@ class Blame:
             raise self.failure("too few members for a quorum", unreached)
 
     def failed_exchange(
-        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], round_number: int, ballot: Ballot, *,
-        took_long: bool,
+        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], owners: Collection[str], round_number: int,
+        ballot: Ballot, *, took_long: bool,
     ) -> AttemptFailed:  # fmt: skip
-        """Like `failure`, but for an exchange, in which members also blame others from which they got nothing.
-        `took_long` says whether it took so long that an owner may have waited for another member in vain."""
+        """Like `failure`, but for an exchange, in which members also blame others from which they got nothing. `owners`
+        are those that owned parts in it. `took_long` says whether it took so long that an owner may have waited for
+        another member in vain."""
         # Keyed by the member that noticed the failure, because other members only pass its error on.
-        accusations, baseless = self._accusations(replies, members, round_number)
+        accusations, baseless = self._accusations(replies, members, owners)
         is_explained = bool(accusations) or any(isinstance(reply, PeerUnavailable) for reply in replies.values())
         attempt = round_number, ballot
         is_first = self.is_first_timeout(took_long or not is_explained, again=attempt == self._timed_out_in)
@@ -147,9 +148,11 @@ class Blame:
         logger.warning(
             "the exchange failed because of %s: %s", blamed, messages.unpack_failure(next(iter(accusers.values())))
         )
-        if self._can_sum_all(members) and self._own_id not in counts.keys() | accusations.keys():
-            # The connection between two others is at fault. Both have just answered this peer, so neither is left out.
-            self._round_through_one = round_number
+        apart = frozenset(counts.keys() | accusations.keys()) | self._apart_in(round_number)
+        num_owners = len({*members} - apart)
+        if self._own_id not in apart and (num_owners > 1 or len(members) <= MOST_THROUGH_ONE):
+            # Connections between others are at fault. All of them have just answered this peer, so none is left out.
+            self._apart = round_number, apart
             return failed
         # If members blame the leader, and the leader itself noticed nothing, these members are cut off.
         is_cut_off = blamed == self._own_id and self._own_id not in accusers
@@ -157,7 +160,7 @@ class Blame:
         return failed
 
     def _accusations(
-        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], round_number: int
+        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], owners: Collection[str]
     ) -> tuple[dict[PeerId, pb.Failure], set[PeerId]]:
         """The failures that members noticed, and the members whose answers explain nothing."""
         answers = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.AverageReply)}
@@ -170,10 +173,8 @@ class Blame:
             elif not reply.HasField("failure"):
                 continue
             elif noticed_by == peer:
-                # Where all send to the leader alone, no other member can have kept it waiting.
-                through_one = self.goes_through_one(round_number, members) and blamed != self._own_id
-                is_possible = blamed in members and not (through_one and peer != self._own_id)
-                if is_possible:
+                # Of two that own no parts, neither can have kept the other one waiting.
+                if blamed in members and (peer in owners or blamed in owners):
                     accusations[peer] = failure
                 else:
                     baseless.add(peer)
@@ -199,12 +200,12 @@ class Blame:
             logger.warning("%s came to different results, and nobody can say which of them is wrong", members)
         return AttemptFailed("members came to different results", excluded=others)
 
-    def goes_through_one(self, round_number: int, members: Collection[PeerId]) -> bool:
-        """Whether the leader sums everything, because two members of this round cannot reach each other."""
-        return round_number == self._round_through_one and self._can_sum_all(members)
+    def owners(self, round_number: int, members: Collection[PeerId]) -> set[PeerId]:
+        """The members of this round that own parts: all but those that cannot reach each other."""
+        return {*members} - self._apart_in(round_number)
 
-    def _can_sum_all(self, members: Collection[PeerId]) -> bool:
-        return self._own_id in members and 2 < len(members) <= MOST_THROUGH_ONE
+    def _apart_in(self, round_number: int) -> frozenset[PeerId]:
+        return self._apart[1] if self._apart[0] == round_number else frozenset()
 
 
 def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:

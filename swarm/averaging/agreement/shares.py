@@ -13,9 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from swarm.averaging.agreement import messages
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
+from swarm.honesty.comparison import LEAST_MEMBERS
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution
 from swarm.training.tally import Given
@@ -30,6 +34,9 @@ not measured."""
 BANDWIDTH_RANGE = 8.0
 """A line's bandwidth counts as at most this multiple of the median, and at least the median divided by it, because
 members may lie."""
+LEAST_PART, LARGEST_PART = 1 / 16, 2.0
+"""What a member owns at least and at most where members can be compared, as a multiple of the even part."""
+_HALVINGS = 100
 COUNTED_ROUNDS = 2
 """With DiLoCo, the most samples of one member that count towards a round, in rounds. A peer goes on while a round ends,
 so it may have somewhat more than one."""
@@ -197,7 +204,7 @@ class Shares:
 
 def divide(
     begun: Mapping[str, pb.BeginReply], *, num_elements: int, tile: int, clip_to_median: float,
-    only_owner: str | None = None,
+    owners: Collection[str] | None = None,
 ) -> Shares:  # fmt: skip
     """Weigh the members and cut the vector into their parts.
 
@@ -207,12 +214,11 @@ def divide(
         tile: the length of each part, except the last one, is a multiple of this.
         clip_to_median: a contribution counts for less if its norm is above this multiple of the median; 0 turns that
             off.
-        only_owner: if given, this member owns the whole vector, so that no two other members need a connection.
+        owners: if given, only these own parts, so that no two others need a connection.
     """
-    if only_owner is None:
-        sizes = part_sizes(num_elements, [reply.bytes_per_second for reply in begun.values()], tile=tile)
-    else:
-        sizes = [num_elements * (peer_id == only_owner) for peer_id in begun]
+    lines = {peer_id: reply.bytes_per_second for peer_id, reply in begun.items() if owners is None or peer_id in owners}
+    size_of = dict(zip(lines, part_sizes(num_elements, list(lines.values()), tile=tile), strict=True))
+    sizes = [size_of.get(peer_id, 0) for peer_id in begun]
     counts = [Counts.of(reply, reply.norm) for reply in begun.values()]
     return _weighed(list(begun), counts, sizes, clip_to_median)
 
@@ -278,35 +284,40 @@ def _weights(begun: Collection[Counts], clip_to_median: float) -> list[float]:
 
 
 def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> list[int]:
-    """Return the lengths of the parts, chosen so that all members finish sending at the same time.
+    """Return the lengths of the parts, chosen so that all owners finish sending at the same time.
 
-    With D elements and M members, the owner of P elements sends D - P elements of its own, and its part's result M - 1
-    times: D + (M - 2) P in all. The parts are chosen so that this number divided by the bandwidth is equal for all
-    members, or as nearly equal as a slow line allows. They are found by filling up from the fastest line. Between two
-    members no division helps.
+    With D elements and M owners, the owner of P elements sends D - P elements of its own, and its part's result M - 1
+    times: D + (M - 2) P in all. The parts are chosen so that this number divided by the bandwidth is as nearly equal
+    for all owners as their bounds allow. Between two no division helps.
+
+    A bandwidth is a claim, and only the owner of a part sees what others give for it. So where members can be compared,
+    none owns much more than an even part, and each owns something.
     """
-    num_members = len(bandwidths)
+    num_owners = len(bandwidths)
     low, high = PLAUSIBLE_BANDWIDTHS
     known = [bandwidth for bandwidth in bandwidths if low <= bandwidth <= high]
-    shares = [1.0 / num_members] * num_members
-    if num_members > 2 and known and max(known) > BANDWIDTH_NOISE * min(known):
+    shares = [1.0 / num_owners] * num_owners
+    if num_owners > 2 and known and max(known) > BANDWIDTH_NOISE * min(known):
         median = statistics.median(known)
         told = [bandwidth if low <= bandwidth <= high else median for bandwidth in bandwidths]
         lines = [min(median * BANDWIDTH_RANGE, max(median / BANDWIDTH_RANGE, bandwidth)) for bandwidth in told]
-        shares = _fill(lines)
+        least, most = (LEAST_PART, LARGEST_PART) if num_owners >= LEAST_MEMBERS else (0.0, num_owners)
+        shares = _fill(lines, least / num_owners, most / num_owners)
     ends = [round(end * num_elements / tile) * tile for end in itertools.accumulate(shares, initial=0.0)]
     ends = [min(end, num_elements) for end in ends[:-1]] + [num_elements]
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def _fill(lines: Sequence[float]) -> list[float]:
-    """Return shares p that add up to 1, with (1 + (M - 2) p) / line equal for all p > 0, and not smaller where p =
-    0."""
-    extra = len(lines) - 2
-    fastest = sorted(lines, reverse=True)
-    for count in range(len(lines), 0, -1):
-        # All of the `count` fastest take part: sum((time * line - 1) / extra) = 1.
-        time = (extra + count) / sum(fastest[:count])
-        if time * fastest[count - 1] >= 1.0:
-            break
-    return [max(0.0, (time * line - 1.0) / extra) for line in lines]
+def _fill(lines: Sequence[float], least: float, most: float) -> list[float]:
+    """Return shares p that add up to 1, with (1 + (M - 2) p) / line equal for all that are not bounded."""
+    lines_M = np.array(lines)
+
+    def shares_within(time: float) -> npt.NDArray[np.float64]:
+        return ((time * lines_M - 1.0) / (len(lines) - 2)).clip(least, most)
+
+    early, late = 0.0, (len(lines) - 1) / min(lines)  # Everybody could have sent everything by then.
+    for _ in range(_HALVINGS):
+        middle = (early + late) / 2
+        early, late = (middle, late) if shares_within(middle).sum() < 1.0 else (early, middle)
+    shares_M = shares_within(late)
+    return [float(share) for share in shares_M / shares_M.sum()]

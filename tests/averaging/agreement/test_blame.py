@@ -182,6 +182,22 @@ async def test_two_members_that_cannot_reach_each_other_exchange_through_their_l
         assert (len(members[0].results[0].members), members[0].results[0].attempts) == (3, 2)
 
 
+@in_virtual_time
+async def test_two_of_many_members_that_cannot_reach_each_other_own_no_parts_and_the_others_do() -> None:
+    """So who says in vain that it cannot reach another one keeps nobody but these two from looking at contributions."""
+    async with network_of(make_config("diloco", microbatches=12), *range(1, 7)) as network:
+        members = stages(network, *range(1, 7))
+        network.cut.add(frozenset((3, 5)))
+        for number, member in enumerate(members):
+            member.learn(2 * number, 2 * number + 1)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert_equal_and_once(members)
+        assert (len(members[0].results[0].members), members[0].results[0].attempts) == (6, 2)
+        last = max(place for place, (name, *_) in enumerate(network.calls) if name == "Begin")
+        owners = {target for name, _, target in network.calls[last:] if name == "Exchange"}
+        assert owners == {1, 2, 4, 6}
+
+
 @pytest.mark.parametrize(
     ("method", "fault"),
     [("Begin", "error"), ("Begin", "late"), ("Average", "error"), ("Average", "refusal"), ("Average", "late")],

@@ -71,21 +71,33 @@ def test_equal_and_unknown_lines_get_equal_parts() -> None:
 
 @given(st.lists(st.floats(1, 7.9), min_size=3, max_size=12))
 def test_lines_are_done_together(bandwidths: list[float]) -> None:
-    """The time D + (M - 2) P over the bandwidth is equal for all owners, and not higher for other members."""
-    num_elements = 10**9
+    """The time D + (M - 2) P over the bandwidth is equal for all owners whose parts are not bounded, not higher for
+    those that own as little as can be, and not lower for those that own as much."""
+    num_elements, num_owners = 10**9, len(bandwidths)
     sizes = part_sizes(num_elements, bandwidths, tile=1)
     if max(bandwidths) <= 1.5 * min(bandwidths):
         assert max(sizes) - min(sizes) <= 1
         return
-    seconds = [(num_elements + (len(sizes) - 2) * size) / line for size, line in zip(sizes, bandwidths, strict=True)]
-    busy = [s for s, size in zip(seconds, sizes, strict=True) if size > 1]
-    assert max(busy) == pytest.approx(min(busy), rel=1e-6)
-    assert all(s >= max(busy) * (1 - 1e-6) for s, size in zip(seconds, sizes, strict=True) if size <= 1)
+    least, most = (0.0, num_elements) if num_owners < 4 else (num_elements / num_owners * each for each in (1 / 16, 2))
+    assert all(least - 1 <= size <= most + 1 for size in sizes)
+    seconds = [(num_elements + (num_owners - 2) * size) / line for size, line in zip(sizes, bandwidths, strict=True)]
+    small, large = (
+        [s for s, size in zip(seconds, sizes, strict=True) if abs(size - edge) <= 1] for edge in (least, most)
+    )
+    others = [s for s, size in zip(seconds, sizes, strict=True) if least + 1 < size < most - 1]
+    if others:
+        assert max(others) == pytest.approx(min(others), rel=1e-6)
+    assert max([*others, *large], default=0.0) <= min([*others, *small], default=math.inf) * (1 + 1e-6)
 
 
 def test_a_boast_is_not_believed_beyond_measure() -> None:
     sizes = part_sizes(900, [1.0, 1.0, 1e12], tile=1)
     assert sizes == part_sizes(900, [1.0, 1.0, 8.0], tile=1)
+    # Where members are compared, who boasts owns twice the even part, and all others see something.
+    assert part_sizes(8_000_000, [1e7] * 7 + [1e12], tile=1)[-1] == pytest.approx(2_000_000, abs=1)
+    sizes = part_sizes(8_000_000, [1e7] * 6 + [1e12] * 2, tile=1)
+    assert sizes[6:] == pytest.approx([2_000_000] * 2, abs=1)
+    assert min(sizes) == pytest.approx(4_000_000 / 6, abs=1)
 
 
 SHARE = Share(

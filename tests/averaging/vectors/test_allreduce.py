@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,11 @@ from tests.support.virtual_time import in_virtual_time, run
 FP32 = simple_codec("fp32")
 
 
-def shares_of(samples: list[int], num_elements: int, tile: int = 1, only_owner: str | None = None) -> Shares:
+def shares_of(samples: list[int], num_elements: int, tile: int = 1, owners: Collection[str] | None = None) -> Shares:
     begun = {
         str(i): pb.BeginReply(num_samples=n, num_targets=n, round_samples=n, norm=1.0) for i, n in enumerate(samples)
     }
-    return divide(begun, num_elements=num_elements, tile=tile, clip_to_median=0.0, only_owner=only_owner)
+    return divide(begun, num_elements=num_elements, tile=tile, clip_to_median=0.0, owners=owners)
 
 
 async def average(
@@ -39,11 +40,11 @@ async def average(
     *,
     silent: int | None = None,
     gathers: bool = False,
-    only_owner: str | None = None,
+    owners: Collection[str] | None = None,
 ) -> list[Any]:
     """Run an exchange, and return each member's average, or its error."""
     of_results = of_results or codec
-    shares = shares_of(samples, vectors[0].numel(), codec.tile, only_owner)
+    shares = shares_of(samples, vectors[0].numel(), codec.tile, owners)
     names = [str(i) for i in range(len(vectors))]
     if gathers:
         sides: dict[str, Any] = {name: HandOut(shares) for name in names}
@@ -130,7 +131,7 @@ async def test_bytes_are_counted_at_both_ends() -> None:
 @in_virtual_time
 async def test_one_member_may_sum_everything_and_the_others_need_no_line_between_them() -> None:
     vectors, samples, codec = random_vectors(3, 50), [1, 0, 3], simple_codec("fp16")
-    results = await average(vectors, samples, codec, only_owner="1")
+    results = await average(vectors, samples, codec, owners={"1"})
     expected = np.average(torch.stack(vectors).double().numpy(), axis=0, weights=samples)
     for result in results:
         np.testing.assert_allclose(result.vector_D.numpy(), expected, atol=4e-3)

@@ -1,7 +1,7 @@
 """What error feedback keeps from one exchange to the next, for each way to exchange and any set of members."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,13 @@ class Members:
 
     async def exchange(
         self, contributions: Mapping[str, Contribution], *, bandwidths: Sequence[float] = (1e6,) * SIZE,
-        only_owner: str | None = None, clip_to_median: float = 0.0,
+        owners: Collection[str] | None = None, clip_to_median: float = 0.0,
     ) -> tuple[Shares, dict[str, Average]]:  # fmt: skip
         """Make one attempt, up to the point where it may be committed."""
         closed = {name: await self.all[name].flatten(brought) for name, brought in contributions.items()}
         shares = divide(
             {name: _reply(closed[name], bandwidths[int(name)]) for name in sorted(contributions)},
-            num_elements=NUM_ELEMENTS, tile=TILE, clip_to_median=clip_to_median, only_owner=only_owner,
+            num_elements=NUM_ELEMENTS, tile=TILE, clip_to_median=clip_to_median, owners=owners,
         )  # fmt: skip
         sides = {name: self.all[name].open(closed[name], shares) for name in contributions}
         hall = Hall(sides)
@@ -137,7 +137,7 @@ async def _one(members: Members, attempt: Attempt, seed: int) -> None:
     expected = sum((members.sum_debt(name, attempt.fragment) for name in present), torch.zeros(()))
     shares, averages = await members.exchange(
         brought, bandwidths=attempt.bandwidths, clip_to_median=1.5,
-        only_owner=min(present) if attempt.through_one else None,
+        owners={min(present)} if attempt.through_one else None,
     )  # fmt: skip
     assert _same(members.debts(attempt.fragment), before), "only a commit changes anything"
     if not attempt.is_committed:
