@@ -57,8 +57,8 @@ MOST_ASKED = 7
 SIGNING_PROTOCOL = 13
 """Peers that speak it sign their answers."""
 LEAST_WRONG = 2
-"""So many peers have to find an answer wrong, or not to get it shown, before a peer is at fault. One may be wrong
-itself."""
+"""So many peers have to find an answer wrong, or in so many checks not to get it shown, before a peer is at fault. One
+may be wrong itself."""
 FORGOTTEN_AFTER = 16
 """That something was not shown is forgotten after so many right answers at most: who lies now and then would hide that
 alone."""
@@ -101,7 +101,7 @@ class _Standing:
         num_right: how many were found right, by whether others had to get the same. With DiLoCo the two kinds say
             nothing of each other; of those that need not be the same, these are the ones since one was found wrong.
         num_wrong: how many were found wrong, less those that were found right since; not below 0.
-        not_shown_to: the peers that were not shown one lately.
+        num_unshown: how many were not shown lately to most of the peers that were to check them.
         num_since: how many came since one was not shown.
         num_signed: how many it signed.
         num_unsigned: how many it left unsigned while others signed theirs.
@@ -112,7 +112,7 @@ class _Standing:
 
     num_right: Counter[bool] = field(default_factory=Counter)
     num_wrong: int = 0
-    not_shown_to: set[PeerId] = field(default_factory=set)
+    num_unshown: int = 0
     num_since: int = 0
     num_signed: int = 0
     num_unsigned: int = 0
@@ -160,7 +160,8 @@ class SpotChecks:
         self._standings[peer].num_unanchored += 1
         self._note_signed(peer, microbatch, is_signed=statement is not None)
         is_exact = not self._drifts or reply.anchor_round is not None
-        least_others, is_drawn = 1 if is_exact else LEAST_OTHERS, self._draws(peer, microbatch, is_exact=is_exact)
+        least_others = 1 if is_exact else LEAST_OTHERS
+        is_drawn = self._draws(peer, microbatch, is_exact=is_exact)
         # The others are looked up only now: that takes as long as there are peers, and few answers are drawn.
         if is_drawn and len(self._others(peer)) >= least_others:
             following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
@@ -246,7 +247,7 @@ class SpotChecks:
             digests=await asyncio.to_thread(digests_of, drawn.tensors),
             statements=[] if drawn.statement is None else [drawn.statement],
         )  # fmt: skip
-        wrong, right, num_proofs = dict[PeerId, str](), list[PeerId](), 0
+        wrong, right, unshown, num_proofs = dict[PeerId, str](), list[PeerId](), list[str](), 0
         others = self._others(drawn.peer)
         for other in self._rng.sample(others, min(MOST_ASKED, len(others))):
             reply = await self._ask(other, request)
@@ -256,21 +257,16 @@ class SpotChecks:
                 num_proofs += reply.is_proof
             elif reply.verdict == _Reply.VERDICT_AGREES:
                 right.append(other)
-                if not wrong:
+                # Who says that it was shown nothing may be lying.
+                if not wrong and len(right) > len(unshown):
                     standing.num_right[drawn.is_exact] += 1
                     if drawn.is_exact != self._drifts:
                         standing.num_wrong = max(0, standing.num_wrong - 1)
                     if standing.num_right.total() % FORGOTTEN_AFTER == 0:
-                        standing.not_shown_to.clear()
+                        standing.num_unshown = 0
                     return
-            elif reply.verdict == _Reply.VERDICT_NOT_SHOWN and not wrong:
-                # One that has died shows nothing either, and answers nothing more.
-                is_alive, standing.num_since = standing.num_since > 0, 0
-                standing.not_shown_to.add(other)
-                if len(standing.not_shown_to) >= LEAST_WRONG and is_alive:
-                    reason = f"it does not show others what it computed: {said}"
-                    self._distrust(drawn.peer, microbatch, reason)
-                return
+            elif reply.verdict == _Reply.VERDICT_NOT_SHOWN:
+                unshown.append(said)
         if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):
             standing.num_right[not self._drifts] = 0
             standing.num_wrong += 1
@@ -281,6 +277,12 @@ class SpotChecks:
             self._distrust(drawn.peer, microbatch, reason)
         elif wrong:
             self._note_doubt(drawn, wrong, right)
+        elif len(unshown) >= LEAST_WRONG and len(unshown) > len(right):
+            # One that has died shows nothing either, and answers nothing more.
+            is_alive, standing.num_since = standing.num_since > 0, 0
+            standing.num_unshown += 1
+            if standing.num_unshown >= LEAST_WRONG and is_alive:
+                self._distrust(drawn.peer, microbatch, f"it does not show others what it computed: {unshown[0]}")
 
     def _distrust(self, peer: PeerId, microbatch: Microbatch, reason: str) -> None:
         logger.warning(

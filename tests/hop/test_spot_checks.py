@@ -24,6 +24,7 @@ from swarm.types import Block, PeerId, PeerRecord, PeerState
 BLOCK = Block(1)
 CHECKED = PeerId("0" * 40)
 RIGHT, WRONG = pb.SpotCheckReply.VERDICT_AGREES, pb.SpotCheckReply.VERDICT_DIFFERS
+UNSHOWN = pb.SpotCheckReply.VERDICT_NOT_SHOWN
 
 
 def _record(number: int) -> PeerRecord:
@@ -36,16 +37,18 @@ async def _checked(
     verdicts: Sequence[Any], *, num_peers: int = 4, share: float = 1.0, drawn: Sequence[float] = (),
     anchored: Collection[int] = (), round_number: int = FIRST_ROUND,
 ) -> tuple[bool, list[int]]:  # fmt: skip
-    """Let answers of one peer be checked one after the other, each with the same verdict of all. `drawn` are the random
-    numbers that say which ones, and `anchored` has those that were computed with an anchor. Returns whether the peer is
-    left alone in the end, and the microbatches of the checks that were asked for."""
+    """Let answers of one peer be checked one after the other, each with the same verdict of all, or with that of each.
+    `drawn` are the random numbers that say which ones, and `anchored` has those that were computed with an anchor.
+    Returns whether the peer is left alone in the end, and the microbatches of the checks that were asked for."""
     router, asked, numbers = Router(SystemClock(), random.Random(0)), list[int](), iter(drawn)
     router.update(BLOCK, [_record(number) for number in range(num_peers)])
 
     async def verdict(request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
         asked.append(request.microbatch)
-        is_proof = request.microbatch in anchored
-        return pb.SpotCheckReply(verdict=verdicts[request.microbatch], is_proof=is_proof)
+        is_proof, verdict = request.microbatch in anchored, verdicts[request.microbatch]
+        if isinstance(verdict, tuple):
+            verdict = verdict[asked.count(request.microbatch) - 1]
+        return pb.SpotCheckReply(verdict=verdict, is_proof=is_proof)
 
     rng: Any = SimpleNamespace(random=lambda: next(numbers, 0.0), sample=lambda others, number: others[:number])
     checks = SpotChecks(
@@ -101,6 +104,18 @@ async def test_an_answer_from_the_anchor_stands_for_those_since_the_last_one() -
 
 async def test_where_nobody_could_know_what_is_usual_nobody_is_asked() -> None:
     assert await _checked([WRONG] * LEAST_ANSWERS, num_peers=3) == (False, [])
+
+
+async def test_a_peer_that_shows_most_others_nothing_is_left_alone_after_two_checks() -> None:
+    assert await _checked([UNSHOWN]) == (False, [0, 0, 0])
+    assert await _checked([UNSHOWN, UNSHOWN]) == (True, [0, 0, 0, 1, 1, 1])
+    # Right answers make one forgotten.
+    assert not (await _checked([UNSHOWN, *[RIGHT] * 16, UNSHOWN]))[0]
+
+
+async def test_two_that_say_they_are_shown_nothing_are_outvoted() -> None:
+    verdicts = (UNSHOWN, UNSHOWN, RIGHT, RIGHT, RIGHT)
+    assert await _checked([verdicts] * 4, num_peers=6) == (False, [number for number in range(4) for _ in range(5)])
 
 
 async def test_a_statement_that_is_none_keeps_no_other_from_being_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
