@@ -8,9 +8,9 @@ most have found by computing is left out at once as well, and its member named. 
 out of line in most of the last rounds, at one place of the vector or by the word of many owners, and if most owners
 have said so by then. They need not all find it in the same round, because a lie may be in one layer only: as long as
 somebody is in doubt, parts change hands from round to round, so that other owners see that layer. By chance an honest
-member is out of line at one place now and at another one later, which counts for nothing. An owner that accuses
-somebody round after round wherever its part is, while the others see nothing in the same places, is named itself. Knows
-no network and no tensors.
+member is out of line at one place now and at another one later, which counts for nothing. Where an owner accuses
+somebody round after round wherever its part is, while the others see nothing in the same places, a line names both:
+either may be lying, the owner to all, or the other one to this owner alone. Knows no network and no tensors.
 """
 
 import logging
@@ -35,7 +35,7 @@ owned that place itself."""
 FORGIVEN_AFTER = 100
 """A member that was named is forgiven after so many rounds without another lie."""
 ALONE_ROUNDS = 8
-"""For so many rounds in a row an owner must accuse a member, with few others, to be named."""
+"""For so many rounds in a row an owner must accuse a member, with few others, for a line to name both."""
 MOST_SHOWN = 8
 """In a line, the most of those that accuse somebody."""
 LARGE_PART = 1.5
@@ -115,14 +115,16 @@ class Suspects:
     """By accused member, owner and round, what the owner said that it had found by computing."""
     _left_out: dict[str, int] = field(default_factory=dict, init=False)
     """The last round of which each member was left out."""
+    _disputes: dict[tuple[str, str], Named] = field(default_factory=dict, init=False)
+    """By owner and accused member, of which one must be lying."""
     _named: dict[str, Named] = field(default_factory=dict, init=False)
     """By member; under an empty id a line about contributions that differ, of which nobody can say whose is wrong."""
 
     @property
     def lines(self) -> list[str]:
-        """A line for each member that was found to lie, or to accuse others falsely, and one if nobody can say who
-        lies."""
-        return [self._named[peer].line for peer in sorted(self._named)]
+        """A line for each member that was found to lie, and those about lies of which nobody can say whose they are."""
+        named = [self._named[peer].line for peer in sorted(self._named)]
+        return named + [self._disputes[pair].line for pair in sorted(self._disputes)]
 
     def is_named(self, peer_id: str) -> bool:
         return peer_id in self._named
@@ -179,7 +181,7 @@ class Suspects:
         """
         self._forget(round_number, len(parts))
         for owner, deviations in said.items():
-            for each in deviations if owner not in self._false_accusers else ():
+            for each in deviations:
                 if each.is_computed:
                     if each.peer_id in parts:
                         rounds_of = self._computed.setdefault(each.peer_id, {}).setdefault(owner, {})
@@ -197,7 +199,7 @@ class Suspects:
         for peer in accused:
             words = self._words[peer][round_number]
             words.num_owners = max(words.num_owners, len(said.keys() - {peer}))
-        self._find_false_accusers(round_number, said.keys(), parts)
+        self._note_disputes(round_number, said.keys(), parts)
         wrong = {each.peer_id for words in said.values() for each in words if each.is_computed}
         members = parts.keys()
         found = [
@@ -227,7 +229,7 @@ class Suspects:
         """A member is left out, and named at once, if most others have found by computing that it answers or
         contributes wrongly: that does not happen by chance. A peer that starts again may contradict itself in one
         round. So who has only contradicted itself is named once most have found it even without that round."""
-        others = members - {peer} - self._false_accusers
+        others = members - {peer}
         found = {owner: rounds for owner, rounds in sorted(self._computed.get(peer, {}).items()) if owner in others}
         if len(found) < FEW_ACCUSERS or 2 * len(found) <= len(others):
             return None
@@ -266,8 +268,8 @@ class Suspects:
             named = Named(round_number, f"{line} until round {round_number}; {why}")
         return Deviation(peer_id=peer, reason=why), named
 
-    def _find_false_accusers(self, round_number: int, owners: Set[str], parts: Mapping[str, slice]) -> None:
-        """Name the owners that have accused somebody for many rounds in nearly all places, with few others at most."""
+    def _note_disputes(self, round_number: int, owners: Set[str], parts: Mapping[str, slice]) -> None:
+        """Note the owners that have accused somebody for many rounds in nearly all places, with few others at most."""
         large = LARGE_PART * max(part.stop for part in parts.values()) / len(parts)
         order = list(parts)
         for peer, rounds in self._words.items():
@@ -280,32 +282,20 @@ class Suspects:
                 elif parts[owner].stop - parts[owner].start < large:
                     alone.rounds.add(round_number)
                     alone.places.add(order.index(owner))
-                    if len(alone.rounds) >= ALONE_ROUNDS and 4 * len(alone.places) >= 3 * len(owners):
-                        line = f"{owner} lies: it says wherever its part is that {peer} is out of line"
-                        line = f"{line} ({words[owner][1]}), and most others see nothing there"
-                        self._name(owner, Named(round_number, line, accuses_falsely=True))
-        false_accusers = self._false_accusers
-        for rounds in self._words.values():
-            for each in rounds.values():
-                for owner in each.by_owner.keys() & false_accusers:
-                    del each.by_owner[owner]
-        self._drop_empty()
-
-    @property
-    def _false_accusers(self) -> set[str]:
-        """The owners whose word does not count any more."""
-        return {peer for peer, named in self._named.items() if named.accuses_falsely}
+                    is_everywhere = len(alone.rounds) >= ALONE_ROUNDS and 4 * len(alone.places) >= 3 * len(owners)
+                    if is_everywhere and (owner, peer) not in self._disputes:
+                        line = f"{owner} says wherever its part is that {peer} is out of line"
+                        line = f"{line} ({words[owner][1]}), and most others see nothing there: one of the two lies"
+                        logger.warning("%s", line)
+                        self._disputes[owner, peer] = Named(round_number, line)
 
     def _note_undecided(self, reason: str, round_number: int, num_members: int) -> None:
         what = f"the contributions to round {round_number} differ: {reason}"
         self._name("", Named(round_number, f"{what}; among {num_members} members nobody can say whose is wrong"))
 
     def _name(self, peer: str, named: Named) -> None:
-        before = self._named.get(peer)
-        if before is None:
+        if peer not in self._named:
             logger.warning("%s", named.line)
-        elif before.accuses_falsely:
-            named = named._replace(accuses_falsely=True)
         self._named[peer] = named
 
     def _forget(self, round_number: int, num_members: int) -> None:
@@ -326,6 +316,7 @@ class Suspects:
         # An owner that has nothing more against a member begins anew.
         self._alone = {key: places for key, places in self._alone.items() if key[1] in self._words}
         self._named = {peer: each for peer, each in self._named.items() if each.round > round_number - FORGIVEN_AFTER}
+        self._disputes = {pair: it for pair, it in self._disputes.items() if it.round > round_number - FORGIVEN_AFTER}
         self._left_out = {peer: number for peer, number in self._left_out.items() if number == round_number}
 
     def _drop_empty(self) -> None:

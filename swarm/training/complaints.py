@@ -39,7 +39,7 @@ class Named(NamedTuple):
     Attributes:
         round: the last one in which it lied.
         line: what is known against it.
-        accuses_falsely: whether its own words about others count no more.
+        accuses_falsely: false; releases that speak protocol 12 may name an owner for its words about others.
     """
 
     round: int

@@ -8,7 +8,7 @@ import pytest
 
 from swarm.honesty.comparison import Deviation
 from swarm.honesty.suspects import ALONE_ROUNDS, FORGIVEN_AFTER, LEFT_OUT_AFTER, NAMED_AFTER, ROUNDS, Suspects
-from swarm.training.complaints import Complaints, Named, Word
+from swarm.training.complaints import Complaints, Word
 
 MEMBERS = ["a", "b", "c", "d", "e", "f"]
 
@@ -165,15 +165,25 @@ def test_who_is_in_line_again_is_taken_again() -> None:
     assert judged(suspects, 5, {}) == ""
 
 
-def test_an_owner_that_accuses_wherever_its_part_is_is_named_and_not_heard_any_more() -> None:
+def test_of_an_owner_and_whom_it_alone_accuses_wherever_its_part_is_nobody_is_named() -> None:
+    """The owner may lie to all, or the other one to this owner alone. A line tells it, and both are heard further."""
     suspects = Suspects()
     for number in range(1, 1 + ALONE_ROUNDS):
         assert suspects.lines == []
         assert judged(suspects, number, {"a": "f"}) == ""
-    assert [line.split()[0] for line in suspects.lines] == ["a"]
-    assert "says wherever its part is that f is out of line" in suspects.lines[0]
-    for number in range(1 + ALONE_ROUNDS, 7 + ALONE_ROUNDS):
-        assert judged(suspects, number, dict.fromkeys("abc", "f")) == ""
+    assert "a says wherever its part is that f is out of line" in suspects.lines[0]
+    assert not suspects.is_named("a")
+    assert suspects.complaints("b").named == {}
+    assert judged(suspects, 1 + ALONE_ROUNDS, dict.fromkeys("abcd", "f")) == "f"
+    judged(suspects, ALONE_ROUNDS + FORGIVEN_AFTER, {})
+    assert suspects.lines == []
+
+
+def test_who_lies_to_two_owners_at_a_time_has_none_of_them_silenced() -> None:
+    suspects = Suspects()
+    for number in range(1, 40):
+        judged(suspects, number, dict.fromkeys(("ab", "cd")[number // 12 % 2], "f"))
+    assert judged(suspects, 40, dict.fromkeys("abcd", "f")) == "f"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -250,18 +260,6 @@ def test_what_a_member_found_itself_and_whom_it_names_are_its_complaints_until_t
     assert newcomer.is_named("f")
     judged(newcomer, NAMED_AFTER + FORGIVEN_AFTER, {})
     assert newcomer.complaints("g") == Complaints()
-
-
-def test_a_newcomer_does_not_hear_who_is_named_for_accusing_falsely() -> None:
-    suspects, newcomer = Suspects(), Suspects()
-    for number in range(1, ALONE_ROUNDS + 1):
-        judged(suspects, number, {"a": "f"})
-    newcomer.take_over(suspects.complaints("b").named)
-    # Another reason to name it does not make its words count again.
-    newcomer.take_over({"a": Named(ALONE_ROUNDS + 1, "it lies")})
-    for number in range(ALONE_ROUNDS + 1, ALONE_ROUNDS + 4):
-        assert judged(newcomer, number, dict.fromkeys("abc", "f")) == ""
-    assert newcomer.complaints("a").words == ()
 
 
 def test_those_that_differ_among_few_are_in_nobody_s_complaints() -> None:
