@@ -58,6 +58,10 @@ class Encoding:
         low, high = torch.aminmax(wire)
         return max(-float(low), float(high))
 
+    def norm(self, wire: torch.Tensor) -> float:
+        """The norm of the numbers in an encoded tensor on the CPU. Raises MalformedMessage if it is not valid."""
+        return float(torch.linalg.vector_norm(wire, dtype=torch.float32))
+
 
 class ScaledHalf(Encoding):
     """One float16 that holds an exponent, and then the tensor's numbers times 2^(141 - exponent).
@@ -90,6 +94,9 @@ class ScaledHalf(Encoding):
     def largest(self, wire: torch.Tensor) -> float:
         return self._scale(wire) * super().largest(wire[1:])
 
+    def norm(self, wire: torch.Tensor) -> float:
+        return self._scale(wire) * super().norm(wire[1:])
+
     def _scale(self, wire: torch.Tensor) -> float:
         exponent = float(wire[0])
         # NaN fails the comparison.
@@ -118,6 +125,11 @@ class Bytes(Encoding):
 
     def largest(self, wire: torch.Tensor) -> float:
         return self._codec.largest(wire)
+
+    def norm(self, wire: torch.Tensor) -> float:
+        # Blocks are filled up with zeros.
+        num_elements = len(wire) // self._codec.num_bytes(self._codec.tile) * self._codec.tile
+        return super().norm(self._codec.decode(wire.numpy().data, num_elements))
 
 
 ENCODINGS = {

@@ -68,7 +68,7 @@ class Hop:
         )
         self.checks = SpotChecks(
             run_id=context.run_id, block=context.block, share=check_share, router=context.router, drifts=drifts,
-            stub=lambda record: stage_stub(context.channels.channel(record)),
+            encodings_in=encodings_in, stub=lambda record: stage_stub(context.channels.channel(record)),
         )  # fmt: skip
 
     async def run(self) -> None:

@@ -1,10 +1,11 @@
 """Spot checks: a sender of microbatches has a few of its answers computed again by other peers of the block.
 
 In a synchronous round all peers of a block compute the same of a microbatch, up to rounding. The sender draws
-microbatches by chance once their answers count, so a peer cannot know which of its answers will be checked. The peer
-that checks gets the tensors from the one that is checked, and compares them with what the neighbours on both sides sent
-and got (stage/spot_check). A peer whose answer two others or more find wrong, and fewer find right, gets no more work
-from this sender.
+microbatches by chance once their answers count, so a peer cannot know which of its answers will be checked. A gradient
+much longer than others is always checked: one in a round would make what the sender contributes look like a lie. The
+peer that checks gets the tensors from the one that is checked, and compares them with what the neighbours on both sides
+sent and got (stage/spot_check). A peer whose answer two others or more find wrong, and fewer find right, gets no more
+work from this sender.
 
 With DiLoCo all peers of a block begin a round with the same weights, its anchor, and say which answers they computed
 with it: these are checked like those of a synchronous round. Then the weights drift apart, and an answer is only found
@@ -19,7 +20,8 @@ passes that on to one other peer, which compares it with what the peer says when
 import asyncio
 import logging
 import random
-from collections import Counter, defaultdict
+import statistics
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Never
@@ -27,14 +29,17 @@ from typing import Any, Never
 import torch
 from blake3 import blake3
 
+from swarm.compression.activations import ENCODINGS
 from swarm.errors import SwarmError
 from swarm.honesty.drift import FIRST_ROUND
 from swarm.hop.answers import HopReply, Tensors
+from swarm.hop.calls import EncodingsIn
 from swarm.machine.tensor_file import bytes_of
 from swarm.machine.words import printable
 from swarm.routing.router import Router
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.wire import GRADIENT
 from swarm.training.samples import Microbatch
 from swarm.training.sketches import LONGEST_STATEMENT
 from swarm.types import LONGEST_REASON, Block, PeerId, PeerRecord
@@ -57,14 +62,13 @@ MOST_ASKED = 7
 SIGNING_PROTOCOL = 13
 """Peers that speak it sign their answers."""
 LEAST_WRONG = 2
-"""So many peers have to find an answer wrong, or in so many checks not to get it shown, before a peer is at fault. One
-may be wrong itself."""
+"""So many peers must find an answer wrong, or not be shown one in so many checks, before a peer is at fault."""
 FORGOTTEN_AFTER = 16
-"""That something was not shown is forgotten after so many right answers at most: who lies now and then would hide that
-alone."""
+"""That something was not shown is forgotten after so many right answers at most: a liar would hide its lies alone."""
+LONG_FACTOR, LEAST_NORMS, NORMS_KEPT = 5.0, 16, 64
+"""A gradient is much longer than others if its norm is so many times the median of this many, the last ones."""
 MOST_UNSIGNED, UNSIGNED_SHARE = 8, 0.125
 """A peer may leave so many answers unsigned while others sign theirs, and beside them this share of what it signs."""
-
 MOST_ANCHORED = 0.5
 """The largest share of answers from a round's anchor that are checked. Each of them stands for those since the last
 one, as far as that allows; others are then checked half as often."""
@@ -72,7 +76,6 @@ LEAST_ANSWERS = 3
 """So many other answers of a peer, less those that are found right, have to be found wrong before it is at fault."""
 LEAST_OTHERS = 3
 """These are not checked where a peer has fewer others: they would not know what is usual (honesty/drift)."""
-
 LOSS, ANCHOR_ROUND = "loss", "anchor_round"
 """The loss that a peer answers, and the round whose anchor it says it has used, as tensors. What it shows of them has
 to be the same, as with the others."""
@@ -126,16 +129,19 @@ class SpotChecks:
     Args:
         share: the share of answers that are checked; 0: none are. The first answers of a peer are checked more often.
         drifts: whether peers of the block have other weights within a round (DiLoCo).
+        encodings_in: gives the encodings of a round, by the tensors' names.
         stub: gives StageService's stub for another process.
         rng: draws. Nobody else may know what it draws next.
     """
 
     def __init__(
         self, *, run_id: str, block: Block, share: float, router: Router, stub: Callable[[PeerRecord], Any],
-        drifts: bool = False, rng: random.Random | None = None,
+        drifts: bool = False, encodings_in: EncodingsIn = lambda _: {}, rng: random.Random | None = None,
     ) -> None:  # fmt: skip
         self._run_id, self._block, self.share = run_id, block, share
-        self._drifts = drifts
+        self._drifts, self._encodings_in = drifts, encodings_in
+        self._norms = deque[float](maxlen=NORMS_KEPT)
+        """Those of the last gradients that were answered."""
         self._router = router
         self._stub = stub
         self._rng = rng or random.SystemRandom()
@@ -161,7 +167,8 @@ class SpotChecks:
         self._note_signed(peer, microbatch, is_signed=statement is not None)
         is_exact = not self._drifts or reply.anchor_round is not None
         least_others = 1 if is_exact else LEAST_OTHERS
-        is_drawn = self._draws(peer, microbatch, is_exact=is_exact)
+        is_long = self._has_long_gradient(microbatch.round, reply)
+        is_drawn = self._draws(peer, microbatch, is_exact=is_exact, is_long=is_long)
         # The others are looked up only now: that takes as long as there are peers, and few answers are drawn.
         if is_drawn and len(self._others(peer)) >= least_others:
             following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
@@ -175,7 +182,15 @@ class SpotChecks:
                 )
             )  # fmt: skip
 
-    def _draws(self, peer: PeerId, microbatch: Microbatch, *, is_exact: bool) -> bool:
+    def _has_long_gradient(self, round_number: int, reply: HopReply) -> bool:
+        if GRADIENT not in reply.tensors:
+            return False
+        norm = ENCODINGS[self._encodings_in(round_number)[GRADIENT]].norm(reply.tensors[GRADIENT])
+        is_long = len(self._norms) >= LEAST_NORMS and norm > LONG_FACTOR * statistics.median(self._norms)
+        self._norms.append(norm)
+        return is_long
+
+    def _draws(self, peer: PeerId, microbatch: Microbatch, *, is_exact: bool, is_long: bool) -> bool:
         """Draw whether an answer is checked."""
         standing, share = self._standings[peer], self.share
         if self._drawn.full() or not (is_exact or microbatch.round >= FIRST_ROUND):
@@ -187,7 +202,7 @@ class SpotChecks:
                 share = max(share, of_anchored)
             elif of_anchored < MOST_ANCHORED:
                 share /= 2
-        return self._rng.random() < max(share, (1 + standing.num_right[is_exact]) ** -3)
+        return is_long or self._rng.random() < max(share, (1 + standing.num_right[is_exact]) ** -3)
 
     def _note_signed(self, peer: PeerId, microbatch: Microbatch, *, is_signed: bool) -> None:
         """Leave a peer alone that leaves its answers unsigned, while others sign theirs: of these it could contribute

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Collection, Sequence
-from types import SimpleNamespace
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from swarm.hop.spot_checks import LEAST_ANSWERS, SpotChecks
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.wire import GRADIENT
 from swarm.training.samples import Microbatch
 from swarm.training.sketches import LONGEST_STATEMENT
 from swarm.types import Block, PeerId, PeerRecord, PeerState
@@ -35,11 +36,12 @@ def _record(number: int) -> PeerRecord:
 
 async def _checked(
     verdicts: Sequence[Any], *, num_peers: int = 4, share: float = 1.0, drawn: Sequence[float] = (),
-    anchored: Collection[int] = (), round_number: int = FIRST_ROUND,
+    anchored: Collection[int] = (), round_number: int = FIRST_ROUND, norms: Mapping[int, float] = MappingProxyType({}),
 ) -> tuple[bool, list[int]]:  # fmt: skip
     """Let answers of one peer be checked one after the other, each with the same verdict of all, or with that of each.
-    `drawn` are the random numbers that say which ones, and `anchored` has those that were computed with an anchor.
-    Returns whether the peer is left alone in the end, and the microbatches of the checks that were asked for."""
+    `drawn` are the random numbers that say which ones, `anchored` has those that were computed with an anchor, and
+    `norms` those of gradients that are not 1. Returns whether the peer is left alone in the end, and the microbatches
+    of the checks that were asked for."""
     router, asked, numbers = Router(SystemClock(), random.Random(0)), list[int](), iter(drawn)
     router.update(BLOCK, [_record(number) for number in range(num_peers)])
 
@@ -53,12 +55,14 @@ async def _checked(
     rng: Any = SimpleNamespace(random=lambda: next(numbers, 0.0), sample=lambda others, number: others[:number])
     checks = SpotChecks(
         run_id="", block=BLOCK, share=share, router=router, drifts=True, rng=rng,
+        encodings_in=lambda _: {GRADIENT: "fp32"},
         stub=lambda record: SimpleNamespace(SpotCheck=verdict),
     )  # fmt: skip
     running = asyncio.create_task(checks.run())
     call: Any = None
     for index in range(len(verdicts)):
-        reply = HopReply(loss=1.0, tensors={}, route={BLOCK: CHECKED}, num_reroutes=0, num_busy=0, _call=call)
+        tensors = {GRADIENT: torch.full((4,), norms.get(index, 1.0) / 2)}
+        reply = HopReply(loss=1.0, tensors=tensors, route={BLOCK: CHECKED}, num_reroutes=0, num_busy=0, _call=call)
         reply.anchor_round = round_number if index in anchored else None
         checks.acknowledged(
             Microbatch(index=index, round=round_number, num_samples=1), {"tokens": torch.zeros(1)}, reply, None
@@ -104,6 +108,13 @@ async def test_an_answer_from_the_anchor_stands_for_those_since_the_last_one() -
 
 async def test_where_nobody_could_know_what_is_usual_nobody_is_asked() -> None:
     assert await _checked([WRONG] * LEAST_ANSWERS, num_peers=3) == (False, [])
+
+
+async def test_an_answer_with_a_gradient_much_longer_than_others_is_checked_always() -> None:
+    drawn = [0.0] + [1.0] * 24
+    assert (await _checked([RIGHT] * 25, share=0.1, drawn=drawn, norms={20: 4.0, 22: 6.0}))[1] == [0, 22]
+    # Of a few nobody knows what is usual.
+    assert (await _checked([RIGHT] * 9, share=0.1, drawn=drawn, norms={8: 6.0}))[1] == [0]
 
 
 async def test_a_peer_that_shows_most_others_nothing_is_left_alone_after_two_checks() -> None:
