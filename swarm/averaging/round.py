@@ -241,11 +241,10 @@ class Round:
         """Have these members exchange: divide the vector among them, and send Average with their counts. With groups,
         `is_part` says that this is one of a group. Or each gives its group's average, and `given` says what those in
         it have given. Raises AttemptFailed unless all have prepared the same."""
-        started_at, number = self.context.clock.monotonic(), attempt.standing.round
-        owners = {*begun} if is_part or given else self.blame.owners(number, begun)
+        started_at, number, is_whole = self.context.clock.monotonic(), attempt.standing.round, not (is_part or given)
+        owners = self.blame.owners(number, begun) if is_whole else {*begun}
         if attempt.codec.is_sparse and len(owners) < len(begun):
-            # In a gather all would need each other, unless one owns everything.
-            owners = {self.context.own_id}
+            owners = {self.context.own_id}  # In a gather all would need each other, unless one owns everything.
         shares = divide(
             {peer: begun[PeerId(peer)] for peer in self.blame.suspects.in_order(begun, number)},
             num_elements=next(iter(begun.values())).num_elements, tile=attempt.codec.tile,
@@ -253,8 +252,7 @@ class Round:
         )  # fmt: skip
         shares = replace(shares, amended=attempt.amended)
         self._vector_bytes = 4 * shares.num_elements
-        num_times = max(4, 2 * -(-(len(begun) - 1) // len(owners)))
-        request = self._average_request(attempt, shares, num_times=num_times)
+        request = self._average_request(attempt, shares, num_times=max(4, 2 * -(-(len(begun) - 1) // len(owners))))
         request.is_part = is_part
         if given:
             request.member_ids.extend(sorted(given))
@@ -263,7 +261,9 @@ class Round:
         told = _results(replies)
         if len(told) < len(begun):
             took_long = self.context.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
-            raise self.blame.failed_exchange(replies, begun, owners, number, attempt.ballot, took_long=took_long)
+            raise self.blame.failed_exchange(
+                replies, begun, owners, number, attempt.ballot, is_whole=is_whole, took_long=took_long
+            )
         digests = {peer: prepared.digest for peer, prepared in told.items()}
         if len(set(digests.values())) > 1:
             raise self.blame.different_results(digests)

@@ -122,11 +122,11 @@ class Blame:
 
     def failed_exchange(
         self, replies: Mapping[PeerId, Any], members: Collection[PeerId], owners: Collection[str], round_number: int,
-        ballot: Ballot, *, took_long: bool,
+        ballot: Ballot, *, is_whole: bool, took_long: bool,
     ) -> AttemptFailed:  # fmt: skip
         """Like `failure`, but for an exchange, in which members also blame others from which they got nothing. `owners`
-        are those that owned parts in it. `took_long` says whether it took so long that an owner may have waited for
-        another member in vain."""
+        are those that owned parts in it, and `is_whole` says whether it was one of all members, and not in groups.
+        `took_long` says whether it took so long that an owner may have waited for another member in vain."""
         # Keyed by the member that noticed the failure, because other members only pass its error on.
         accusations, baseless = self._accusations(replies, members, owners)
         is_explained = bool(accusations) or any(isinstance(reply, PeerUnavailable) for reply in replies.values())
@@ -149,9 +149,10 @@ class Blame:
             "the exchange failed because of %s: %s", blamed, messages.unpack_failure(next(iter(accusers.values())))
         )
         apart = frozenset(counts.keys() | accusations.keys()) | self._apart_in(round_number)
-        num_owners = len({*members} - apart)
-        if self._own_id not in apart and (num_owners > 1 or len(members) <= MOST_THROUGH_ONE):
+        left = {*members} - apart
+        if self._own_id in left and ((is_whole and len(left) > 1) or len(members) <= MOST_THROUGH_ONE):
             # Connections between others are at fault. All of them have just answered this peer, so none is left out.
+            # Groups are drawn anew.
             self._apart = round_number, apart
             return failed
         # If members blame the leader, and the leader itself noticed nothing, these members are cut off.
@@ -201,8 +202,8 @@ class Blame:
         return AttemptFailed("members came to different results", excluded=others)
 
     def owners(self, round_number: int, members: Collection[PeerId]) -> set[PeerId]:
-        """The members of this round that own parts: all but those that cannot reach each other."""
-        return {*members} - self._apart_in(round_number)
+        """The members of this round that own parts: all but those that cannot reach each other, if any is left."""
+        return {*members} - self._apart_in(round_number) or {*members}
 
     def _apart_in(self, round_number: int) -> frozenset[PeerId]:
         return self._apart[1] if self._apart[0] == round_number else frozenset()
