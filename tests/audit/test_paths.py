@@ -43,6 +43,12 @@ def _two_paths(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, stages=TWO_PATHS, optimizer=optimizer)
 
 
+async def _all_committed(swarm: WholeSwarm) -> None:
+    """The trainer hears of a round from one holder of each block, and another one may commit it a moment later."""
+    holders = [served for peer in swarm.peers for served in peer.servers.values()]
+    await eventually(lambda: all(served.stage.round >= STEPS for served in holders))
+
+
 def _weights(swarm: WholeSwarm) -> dict[Block, StageWeights]:
     return {
         block: served.stage.context.backend.weights for peer in swarm.peers for block, served in peer.servers.items()
@@ -121,6 +127,7 @@ async def test_two_paths_train_and_are_evaluated_as_one_process_does(tmp_path: P
         await swarm.start(1, path=0)
         await swarm.start(1)
         steps = await swarm.train(STEPS)
+        await _all_committed(swarm)
         async with swarm.hop() as hop:
             rerouted = await held_out_loss(
                 [Along(path, hop, HopListener()) for path in range(2)], cast(Microbatches, _HeldOut()),
