@@ -44,6 +44,8 @@ _STOP_SECONDS = 2.0
 _PLACE, _PREFIX = Path("/tmp"), "swarm-p2pd-"
 _SOCKET = "control.sock"
 _START_SECONDS = 60.0
+_IMPORTING = threading.Lock()
+"""Held while packages stand in for hivemind's: another thread must not take them for it."""
 
 # The process that becomes p2pd sets PR_SET_PDEATHSIG itself, because this setting survives exec but not fork. So p2pd
 # dies with us, even if we are killed with -9. In a process group of its own p2pd does not get the terminal's Ctrl-C,
@@ -199,7 +201,7 @@ def _import_kademlia() -> Any:
     """Import the module kademlia, with only the part of hivemind that it needs, and set up hivemind's logging."""
     level = logging.getLogger("hivemind").level
     utils = ("serializer", "logging", "timed_storage", "asyncio")
-    with warnings.catch_warnings(), bare_package("hivemind"), bare_package("hivemind.utils", *utils):
+    with _IMPORTING, warnings.catch_warnings(), bare_package("hivemind"), bare_package("hivemind.utils", *utils):
         warnings.simplefilter("ignore")
         with bare_package("hivemind.dht"):
             from swarm.dht import kademlia
