@@ -97,7 +97,6 @@ class _Sequences:
         self._data = data
         self.tokenizer = tokenizer
         self._most_characters = most_characters
-        self._with_faults = set[str]()
         self.sizes: list[int] = []
         """The characters of each, once they have been counted."""
 
@@ -113,8 +112,7 @@ class _Sequences:
                 if time.monotonic() - said_at >= SAY_SECONDS:
                     said_at = time.monotonic()
                     logger.info("%s so far", counted(number, "sequence"))
-            if source.faults.num_rows and dataset not in self._with_faults:
-                self._with_faults.add(dataset)
+            if source.faults.num_rows and not self.sizes:  # Told once, while they are counted.
                 left_out = counted(source.faults.num_rows, "row")
                 logger.warning("%s of %s left out; the first: %s", left_out, dataset, source.faults.first)
         if number < len(self.sizes):
