@@ -217,7 +217,10 @@ class OwnRound:
         self._member = member
         config = place.timeline.at(place.standing.round)
         growth = growth_of(is_synchronous=config.rounds.synchronous)
-        self.exchanges = Exchanges(config.averaging, context.own_id, disproved=member.disproved, growth=growth)
+        self.exchanges = Exchanges(
+            config.averaging, context.own_id, disproved=member.disproved, growth=growth,
+            is_new=lambda peer: member.progress().tally.is_new(peer),
+        )  # fmt: skip
         self._closing: Closing | None = None
         """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs
         no lock."""

@@ -30,19 +30,22 @@ def memory() -> Memory:
 
 def compared(
     parts: dict[str, torch.Tensor], *, amounts: dict[str, int] | None = None, part: slice = slice(0, SIZE),
-    remembered: Memory | None = None, growth: Growth = MEAN_GRADIENTS,
+    remembered: Memory | None = None, growth: Growth = MEAN_GRADIENTS, newcomers: str = "",
 ) -> dict[str, str]:  # fmt: skip
-    comparison = comparison_of(parts, remembered or memory(), amounts=amounts, part=part, growth=growth)
+    comparison = comparison_of(
+        parts, remembered or memory(), amounts=amounts, part=part, growth=growth, newcomers=newcomers
+    )
     return {found.peer_id: found.reason for found in comparison.deviations(parts)}
 
 
 def comparison_of(
     parts: dict[str, torch.Tensor], remembered: Memory, *, amounts: dict[str, int] | None = None,
-    part: slice = slice(0, SIZE), growth: Growth = MEAN_GRADIENTS,
+    part: slice = slice(0, SIZE), growth: Growth = MEAN_GRADIENTS, newcomers: str = "",
 ) -> Comparison:  # fmt: skip
     return Comparison(
-        amounts=amounts or dict.fromkeys(parts, 64), part=part, layers=LAYERS, memory=remembered, growth=growth
-    )
+        amounts=amounts or dict.fromkeys(parts, 64), part=part, layers=LAYERS, memory=remembered, growth=growth,
+        newcomers=newcomers,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("common", [0.0, 0.1, 0.5, 3.0])
@@ -116,6 +119,26 @@ def test_paths_of_more_or_fewer_steps_are_longer_or_shorter_and_a_multiple_of_on
     for liar in parts:
         told = parts | {liar: 3.0 * parts[liar]}
         assert compared(told, amounts=steps, growth=STEPS).keys() == {liar}
+
+
+def test_newcomers_may_take_longer_steps_in_a_layer_but_not_in_another_direction() -> None:
+    parts, layer = contributions(8), LAYERS[2][1]
+    for newcomer in "16":
+        parts[newcomer][layer] *= 4.7
+    assert compared(parts, growth=STEPS, newcomers="16") == {}
+    assert compared(parts, growth=STEPS, newcomers="1").keys() == {"6"}
+    parts["6"] *= -1
+    assert compared(parts, growth=STEPS, newcomers="16").keys() == {"6"}
+    parts["6"] *= -1
+    parts["6"][layer] *= 2
+    assert compared(parts, growth=STEPS, newcomers="16").keys() == {"6"}
+
+
+def test_who_was_there_before_most_others_is_not_out_of_line() -> None:
+    parts = contributions(8)
+    for newcomer in "12345":
+        parts[newcomer] *= 4.0
+    assert compared(parts, growth=STEPS, newcomers="12345") == {}
 
 
 def test_where_honest_members_hardly_agree_directions_say_nothing() -> None:

@@ -33,6 +33,7 @@ from swarm.honesty.suspects import Suspects
 from swarm.stage.spot_check import TOLERANCE
 from swarm.training.samples import amount
 from swarm.training.sketches import SIGNED_TOLERANCE, Sketch, share_of_difference
+from swarm.training.tally import EMPTY, Given, Tally
 
 PLAINEST = "default"
 REPLACED_EVERY = 3
@@ -174,6 +175,7 @@ class MixedRounds:
         self._trainers = Trainers(self.config, self.data)
         self._members = [f"{place} from the start" for place in range(self.num_members)]
         self._memories: dict[str, Memory] = {}
+        self._tally: Tally = EMPTY
 
     def run(self, number: int) -> None:
         dead = number // REPLACED_EVERY % self.num_members if number % REPLACED_EVERY == REPLACED_EVERY - 1 else None
@@ -239,6 +241,7 @@ class MixedRounds:
                 comparison = Comparison(
                     amounts=amounts, part=part, layers=layers, memory=memory,
                     growth=growth_of(is_synchronous=self.config.rounds.synchronous),
+                    newcomers=[name for name in amounts if self._tally.is_new(name)],
                 )  # fmt: skip
                 said[owner] = comparison.deviations({name: vectors[name][part] for name in order})
                 self.num_words[0] += len(said[owner])
@@ -250,6 +253,7 @@ class MixedRounds:
             amounts = {name: each for name, each in amounts.items() if name not in out}
         for name in amounts:
             self._memories[name].committed()
+        self._tally = self._tally.after(number, parent="", result="", given=dict.fromkeys(amounts, Given(rounds=1)))
         return amounts
 
     def _step(self, number: int, average: torch.Tensor) -> None:

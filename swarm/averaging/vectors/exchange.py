@@ -28,7 +28,7 @@ from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
 from swarm.training.scaling import squared_norm_of_vector
 from swarm.training.sketches import Stated
-from swarm.training.tally import Given
+from swarm.training.tally import EMPTY, Given
 
 Side = Reduction | HandOut
 """One member's side of an exchange, as the others see it."""
@@ -101,8 +101,9 @@ class Exchanges:
     def __init__(
         self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0, suspects: Suspects | None = None,
         disproved: Callable[[], Mapping[str, str]] = dict, growth: Growth = MEAN_GRADIENTS,
+        is_new: Callable[[str], bool] = EMPTY.is_new,
     ) -> None:  # fmt: skip
-        """`disproved`: see RoundMember. `growth` is that of the contributions."""
+        """`disproved`: see RoundMember. `growth` is that of the contributions. `is_new`: see Tally."""
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
         self.bytes_per_second = bytes_per_second
@@ -118,7 +119,8 @@ class Exchanges:
         self.suspects = suspects or Suspects()
         self._disproved = disproved
         self._growth = growth
-        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved, growth)
+        self._is_new = is_new
+        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved, growth, is_new)
         self._last: Closed | None = None
         self._memory = Recycler()
 
@@ -127,7 +129,9 @@ class Exchanges:
         it is in the former codec's order of elements."""
         if config == self._config:
             return self
-        return Exchanges(config, self._own_id, self.bytes_per_second, self.suspects, self._disproved, self._growth)
+        return Exchanges(
+            config, self._own_id, self.bytes_per_second, self.suspects, self._disproved, self._growth, self._is_new
+        )
 
     @property
     def residual_bytes(self) -> int:

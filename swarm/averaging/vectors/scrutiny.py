@@ -30,14 +30,16 @@ class Scrutiny:
     """What a member remembers of the others from one exchange to the next, under one configuration."""
 
     def __init__(
-        self, own_id: str, codec: Codec, suspects: Suspects, disproved: Callable[[], Mapping[str, str]], growth: Growth
-    ) -> None:
-        """`codec` and `growth` are those of the contributions. `disproved`: see RoundMember."""
+        self, own_id: str, codec: Codec, suspects: Suspects, disproved: Callable[[], Mapping[str, str]],
+        growth: Growth, is_new: Callable[[str], bool],
+    ) -> None:  # fmt: skip
+        """`codec` and `growth` are those of the contributions. `disproved`: see RoundMember. `is_new`: see Tally."""
         self._own_id = own_id
         self._codec = codec
         self._suspects = suspects
         self._disproved = disproved
         self._growth = growth
+        self._is_new = is_new
         self._memories: dict[int, Memory] = {}
         """What this member remembers of others' contributions to each fragment."""
         self._odd_sums: Sequence[Deviation] = ()
@@ -58,6 +60,7 @@ class Scrutiny:
             layers=layers_of(buffers.places(own.tensors, is_tiled=self._codec.tile == buffers.TILE)),
             memory=memory,
             growth=self._growth,
+            newcomers={share.peer_id for share in shares.senders if self._is_new(share.peer_id)},
         )
         if gathers:  # Then each member compares all, and no words travel.
             return lambda parts, stated: comparison.deviations(parts)
