@@ -241,7 +241,9 @@ class MixedRounds:
                 comparison = Comparison(
                     amounts=amounts, part=part, layers=layers, memory=memory,
                     growth=growth_of(is_synchronous=self.config.rounds.synchronous),
-                    newcomers=[name for name in amounts if self._tally.is_new(name)],
+                    newcomers=[
+                        name for name in amounts if self._tally.is_new(name) and not self.suspects.has_left_out(name)
+                    ],
                 )  # fmt: skip
                 said[owner] = comparison.deviations({name: vectors[name][part] for name in order})
                 self.num_words[0] += len(said[owner])

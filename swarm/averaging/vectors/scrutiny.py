@@ -60,7 +60,7 @@ class Scrutiny:
             layers=layers_of(buffers.places(own.tensors, is_tiled=self._codec.tile == buffers.TILE)),
             memory=memory,
             growth=self._growth,
-            newcomers={share.peer_id for share in shares.senders if self._is_new(share.peer_id)},
+            newcomers=[share.peer_id for share in shares.senders if self._is_newcomer(share.peer_id)],
         )
         if gathers:  # Then each member compares all, and no words travel.
             return lambda parts, stated: comparison.deviations(parts)
@@ -82,6 +82,10 @@ class Scrutiny:
             return (*self._odd_sums, *comparison.deviations(parts), *told, *chain.from_iterable(each))
 
         return compare
+
+    def _is_newcomer(self, peer: str) -> bool:
+        # The tally has not the rounds that a liar was left out of, so that it may look new.
+        return self._is_new(peer) and not self._suspects.has_left_out(peer)
 
     def stated(self, own: Contribution, shares: Shares) -> Mapping[str, Stated]:
         """What this member states of its contribution, to the owner of each part."""
