@@ -16,6 +16,7 @@ from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import Reduction
 from swarm.averaging.vectors.exchange import Closed, Closing, Exchanges, Side
+from swarm.averaging.vectors.scrutiny import Newcomers
 from swarm.averaging.vectors.terms import AllReduceTransport, Average
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload
@@ -219,7 +220,7 @@ class OwnRound:
         growth = growth_of(is_synchronous=config.rounds.synchronous)
         self.exchanges = Exchanges(
             config.averaging, context.own_id, disproved=member.disproved, growth=growth,
-            is_new=lambda peer: member.progress().tally.is_new(peer),
+            newcomers=Newcomers(round_number=lambda: place.standing.round, starts=context.starts),
         )  # fmt: skip
         self._closing: Closing | None = None
         """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs

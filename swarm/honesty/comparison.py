@@ -35,8 +35,6 @@ MOST_DEVIATION = 0.15
 CLEAR_FACTOR, CLEAR_SHARE = 10.0, -0.5
 """No honest contribution is so far out of line: so many times as long as usual, beyond the leeway that it has because
 of its amount and because others differ, or with less than this share of the usual cosine."""
-SUM_DEVIATIONS = 4.0
-"""An owner's sum is in line if what a member's own contribution has in it is within so many standard deviations."""
 REPEATED_COSINE, NEW_COSINE = 0.98, 0.9
 """A contribution repeats an earlier one if its cosine with that is above the first value, and that of most other
 members with their earlier ones is below the second one."""
@@ -50,7 +48,6 @@ LEAST_REMEMBERED = 64
 MOST_REMEMBERED = 256
 """The members of which something is remembered: those that contributed last."""
 _CHUNK = 1 << 16
-_PIECES = 16
 _TO_DEVIATION = 1.4826
 """The standard deviation of a normal distribution, as a multiple of the median distance from its median."""
 
@@ -82,24 +79,27 @@ class Growth:
         power: one of s times the usual amount is about s to this power as long.
         leeway: by which this power may be larger or smaller.
         factor: a norm is in line up to what is usual for its amount times this, whatever the deviation.
-        newcomer_factor: the same for a newcomer. As most members may be newcomers, a norm is in line down to what is
-            usual divided by this.
+        newcomer_factor: the same for a newcomer.
+        divisor: a norm is in line down to what is usual divided by this, and by `newcomer_factor` if at least half of
+            the members are newcomers.
     """
 
     power: float
     leeway: float
     factor: float
     newcomer_factor: float
+    divisor: float
 
 
-MEAN_GRADIENTS = Growth(power=0.0, leeway=1.0, factor=NORM_FACTOR, newcomer_factor=NORM_FACTOR)
+MEAN_GRADIENTS = Growth(power=0.0, leeway=1.0, factor=NORM_FACTOR, newcomer_factor=NORM_FACTOR, divisor=NORM_FACTOR)
 """A mean over few samples is longer where they are noise, and longer or shorter where their text is odd."""
-STEPS = Growth(power=0.75, leeway=0.25, factor=2.2, newcomer_factor=6.0)
+STEPS = Growth(power=0.75, leeway=0.25, factor=2.2, newcomer_factor=6.0, divisor=3.0)
 """The path of s times as many steps is s times as long if it is straight, and the root of s times if each step goes
 another way. In trials of a small model with 1 to 12 steps the power was 0.56 to 0.95, and norms differed from what it
 says by 10 % to 20 %. A newcomer's AdamW does not remember how large gradients once were, so that it takes longer steps
 where they are small now, as in the output's weights of tokens that are rare. With 4 to 20 steps a round this layer was
-up to 4.7 times as long as usual, and more than 2.2 times for up to nine rounds; after twelve, 1.3 times."""
+up to 4.7 times as long as usual, and more than 2.2 times for up to nine rounds; after twelve, 1.3 times. That of the
+members that were there before most others was 0.41 times as long as usual."""
 
 
 def growth_of(*, is_synchronous: bool) -> Growth:
@@ -167,7 +167,8 @@ class Comparison:
         products_MM, amounts = _products(parts), [max(1, amount) for amount in self.amounts.values()]
         norms_M = np.sqrt(products_MM.diagonal())
         longest, shortest = float(norms_M.max()), float(norms_M.min())
-        if longest > shortest * self.growth.newcomer_factor * max(amounts) / min(amounts):
+        factor = self.growth.newcomer_factor if self.newcomers else NORM_FACTOR
+        if longest > shortest * factor * max(amounts) / min(amounts):
             reason = f"one has {longest / shortest:.2g} times the norm of another" if shortest else "one is zero"
         elif (least := float((products_MM / np.outer(norms_M, norms_M).clip(1e-30)).min())) < -LEAST_COSINE:
             reason = f"two have a cosine of {least:.2f}"
@@ -181,27 +182,6 @@ class Comparison:
             start, stop = max(place.start, self.part.start), min(place.stop, self.part.stop)
             if start < stop:
                 yield name, slice(start - self.part.start, stop - self.part.start)
-
-
-def odd_sums(
-    own_D: torch.Tensor, sum_D: torch.Tensor, parts: Mapping[str, slice], weight: float
-) -> list[Deviation]:  # fmt: skip
-    """The owners whose sums over their parts seem to be without a member's contribution, as that member sees them.
-
-    Its own share of a sum is in the product of the two. What the others gave adds to that, or is as noise, and how much
-    follows from pieces of the part. Where others are so many that their noise hides the share, nothing is odd.
-    """
-    found = []
-    for owner, part in parts.items():
-        own_P = own_D[part]
-        pieces = zip(own_P.chunk(_PIECES), sum_D[part].chunk(_PIECES), strict=True)
-        products = [float(own_E @ sum_E) for own_E, sum_E in pieces]
-        noise = len(products) ** 0.5 * float(np.std(products))
-        least = weight * float(own_P @ own_P) / 2
-        if len(own_P) >= LEAST_ELEMENTS and sum(products) + SUM_DEVIATIONS * noise < least:
-            reason = "the sum that it made of its part is not that of the contributions"
-            found.append(Deviation(peer_id=owner, reason=reason))
-    return found
 
 
 def layers_of(places: Iterable[tuple[str, slice]]) -> list[tuple[str, slice]]:
@@ -246,7 +226,9 @@ def _out_of_line(
     logs_M = np.log(np.maximum(scaled_M / usual, 1e-9))
     usual_factor = float(np.exp(DEVIATIONS * spread(logs_M)))
     longest_M = np.log(leeway_M * np.maximum(factors_M, usual_factor))
-    shortest_M = -np.log(leeway_M * max(growth.newcomer_factor, usual_factor))
+    half_are_new = 2 * np.count_nonzero(factors_M > growth.factor) >= len(factors_M)
+    divisor = growth.newcomer_factor if half_are_new else growth.divisor
+    shortest_M = -np.log(leeway_M * max(divisor, usual_factor))
     is_out_M = (logs_M > longest_M) | (logs_M < shortest_M)
     clear_M = np.log(CLEAR_FACTOR * leeway_M * max(1.0, usual_factor / growth.factor))
     for index in np.flatnonzero(is_out_M):

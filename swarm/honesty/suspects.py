@@ -159,10 +159,6 @@ class Suspects:
         """The members that are to be left out of a round."""
         return [peer for peer, number in self._left_out.items() if number == round_number]
 
-    def has_left_out(self, peer_id: str) -> bool:
-        """Whether a member was to be left out of any of the last rounds."""
-        return peer_id in self._left_out
-
     def in_order(self, peer_ids: Collection[str], round_number: int) -> list[str]:
         """The members in the order in which they own parts: that of their ids, and another one in each round while
         somebody is in doubt. One round's words are no doubt yet: most are chance, and an owner that keeps its part sees
@@ -321,7 +317,7 @@ class Suspects:
         self._alone = {key: places for key, places in self._alone.items() if key[1] in self._words}
         self._named = {peer: each for peer, each in self._named.items() if each.round > round_number - FORGIVEN_AFTER}
         self._disputes = {pair: it for pair, it in self._disputes.items() if it.round > round_number - FORGIVEN_AFTER}
-        self._left_out = {peer: it for peer, it in self._left_out.items() if it > round_number - FORGIVEN_AFTER}
+        self._left_out = {peer: number for peer, number in self._left_out.items() if number == round_number}
 
     def _drop_empty(self) -> None:
         kept = {peer: {n: each for n, each in rounds.items() if each.by_owner} for peer, rounds in self._words.items()}

@@ -25,9 +25,6 @@ from swarm.types import LARGEST_COUNT, Block
 MOST_PEERS = 1000
 """Of more peers, those that have given the least are counted together, under OTHERS."""
 OTHERS = "others"
-NEW_ROUNDS = 12
-"""A peer is new at a block until it has been a member in so many rounds. In trials the contributions of peers whose
-optimizer had no past were unlike the others' for up to nine."""
 LONGEST = 4 << 20
 """The most characters of a tally's text."""
 
@@ -105,11 +102,6 @@ class Tally:
             since=self.since if follows else number, round=number, parent=parent, result=result,
             members=tuple(sorted(given)), peers=_bounded(peers),
         )  # fmt: skip
-
-    def is_new(self, peer_id: str) -> bool:
-        """Whether a peer has been a member in few rounds, and in fewer than there were."""
-        most = min(NEW_ROUNDS, self.round + 1 - self.since)
-        return self.peers.get(peer_id, NOTHING_GIVEN).rounds < most
 
     @property
     def digest(self) -> str:
@@ -203,6 +195,8 @@ class Tally:
                 result=_word(values["result"]), members=tuple(map(_word, values["members"])),
                 peers={_word(peer): _given(row) for peer, row in values["peers"].items()},
             )  # fmt: skip
+            if not 0 <= tally.since <= tally.round + 1:
+                raise ValueError
             own, signed = tally.digest, values["signatures"].items()
             signatures = {
                 str(peer): Signature(_bytes(point), _bytes(made), own, str(complaints))

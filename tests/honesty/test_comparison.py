@@ -139,6 +139,7 @@ def test_who_was_there_before_most_others_is_not_out_of_line() -> None:
     for newcomer in "12345":
         parts[newcomer] *= 4.0
     assert compared(parts, growth=STEPS, newcomers="12345") == {}
+    assert compared(parts, growth=STEPS, newcomers="12").keys() == {"0", "6", "7"}
 
 
 def test_where_honest_members_hardly_agree_directions_say_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 from swarm.credentials.identity import Identity, generate
 from swarm.errors import IntegrityError
 from swarm.training.complaints import Complaints, Named
-from swarm.training.tally import EMPTY, MOST_PEERS, NEW_ROUNDS, OTHERS, Given, Signature, Tally, by_peer, total
+from swarm.training.tally import EMPTY, MOST_PEERS, OTHERS, Given, Signature, Tally, by_peer, total
 from swarm.types import Block
 
 RUN, BLOCK = "run.0123", Block(1)
@@ -44,16 +44,6 @@ def test_rounds_add_up_and_a_gap_begins_anew() -> None:
     assert (later.since, later.round, later.peers) == (5, 5, {"c": Given(1, 1, 1, 1)})
     other = _rounds({"a": Given(6, 60, 100, 1), "b": Given(3, 20, 50, 1)}, {"a": Given(8, 80, 100, 1)})
     assert tally.digest != other.digest
-
-
-def test_who_came_later_is_new_for_some_rounds() -> None:
-    gave, came, most = Given(1, 1, 1, 1), 5, 5 + NEW_ROUNDS
-    tally = EMPTY
-    assert not tally.is_new("a")
-    for number in range(most):
-        tally = tally.after(number, parent="", result="", given=dict.fromkeys("ab"[: 1 + (number >= came)], gave))
-        assert not tally.is_new("a")
-        assert tally.is_new("b") == (number < most - 1)
 
 
 def test_a_round_of_which_nobody_says_what_was_given_ends_the_count() -> None:

@@ -24,6 +24,7 @@ from peers.shared import process
 from scripts.benches.shared.common import side, with_corpus
 from scripts.benches.sides.reference import Reference
 from swarm.averaging.agreement.shares import part_sizes
+from swarm.averaging.vectors.scrutiny import Newcomers
 from swarm.compression import buffers
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
@@ -33,7 +34,6 @@ from swarm.honesty.suspects import Suspects
 from swarm.stage.spot_check import TOLERANCE
 from swarm.training.samples import amount
 from swarm.training.sketches import SIGNED_TOLERANCE, Sketch, share_of_difference
-from swarm.training.tally import EMPTY, Given, Tally
 
 PLAINEST = "default"
 REPLACED_EVERY = 3
@@ -175,9 +175,10 @@ class MixedRounds:
         self._trainers = Trainers(self.config, self.data)
         self._members = [f"{place} from the start" for place in range(self.num_members)]
         self._memories: dict[str, Memory] = {}
-        self._tally: Tally = EMPTY
+        self._newcomers = Newcomers(round_number=lambda: self._number, starts=dict)
 
     def run(self, number: int) -> None:
+        self._number = number
         dead = number // REPLACED_EVERY % self.num_members if number % REPLACED_EVERY == REPLACED_EVERY - 1 else None
         vectors = self._computed(number, dead)
         weights = self._judged(number, vectors)
@@ -241,9 +242,7 @@ class MixedRounds:
                 comparison = Comparison(
                     amounts=amounts, part=part, layers=layers, memory=memory,
                     growth=growth_of(is_synchronous=self.config.rounds.synchronous),
-                    newcomers=[
-                        name for name in amounts if self._tally.is_new(name) and not self.suspects.has_left_out(name)
-                    ],
+                    newcomers=self._newcomers.among(amounts),
                 )  # fmt: skip
                 said[owner] = comparison.deviations({name: vectors[name][part] for name in order})
                 self.num_words[0] += len(said[owner])
@@ -255,7 +254,6 @@ class MixedRounds:
             amounts = {name: each for name, each in amounts.items() if name not in out}
         for name in amounts:
             self._memories[name].committed()
-        self._tally = self._tally.after(number, parent="", result="", given=dict.fromkeys(amounts, Given(rounds=1)))
         return amounts
 
     def _step(self, number: int, average: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import Reduction, butterfly
 from swarm.averaging.vectors.gather import HandOut, gather
-from swarm.averaging.vectors.scrutiny import Scrutiny
+from swarm.averaging.vectors.scrutiny import Newcomers, Scrutiny
 from swarm.averaging.vectors.terms import AllReduceTransport, Average, Compare, Terms, no_deviations, sent_bytes
 from swarm.compression import buffers
 from swarm.compression.codec import contribution_codec, result_codec
@@ -28,7 +28,7 @@ from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
 from swarm.training.scaling import squared_norm_of_vector
 from swarm.training.sketches import Stated
-from swarm.training.tally import EMPTY, Given
+from swarm.training.tally import Given
 
 Side = Reduction | HandOut
 """One member's side of an exchange, as the others see it."""
@@ -101,9 +101,9 @@ class Exchanges:
     def __init__(
         self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0, suspects: Suspects | None = None,
         disproved: Callable[[], Mapping[str, str]] = dict, growth: Growth = MEAN_GRADIENTS,
-        is_new: Callable[[str], bool] = EMPTY.is_new,
+        newcomers: Newcomers | None = None,
     ) -> None:  # fmt: skip
-        """`disproved`: see RoundMember. `growth` is that of the contributions. `is_new`: see Tally."""
+        """`disproved`: see RoundMember. `growth` is that of the contributions. `newcomers`: see Scrutiny."""
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
         self.bytes_per_second = bytes_per_second
@@ -119,8 +119,8 @@ class Exchanges:
         self.suspects = suspects or Suspects()
         self._disproved = disproved
         self._growth = growth
-        self._is_new = is_new
-        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved, growth, is_new)
+        self._newcomers = newcomers
+        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved, growth, newcomers)
         self._last: Closed | None = None
         self._memory = Recycler()
 
@@ -130,7 +130,7 @@ class Exchanges:
         if config == self._config:
             return self
         return Exchanges(
-            config, self._own_id, self.bytes_per_second, self.suspects, self._disproved, self._growth, self._is_new
+            config, self._own_id, self.bytes_per_second, self.suspects, self._disproved, self._growth, self._newcomers
         )
 
     @property

@@ -7,7 +7,8 @@ Shapes: D elements of the vector, P of a part.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -19,11 +20,44 @@ from swarm.averaging.vectors.terms import Average, Compare
 from swarm.compression import buffers
 from swarm.compression.codec import Codec
 from swarm.events import Events, OutOfLine
-from swarm.honesty.comparison import Comparison, Deviation, Growth, Memory, layers_of, odd_sums
+from swarm.honesty.comparison import LEAST_ELEMENTS, Comparison, Deviation, Growth, Memory, layers_of
 from swarm.honesty.suspects import Suspects
 from swarm.training.round_member import Contribution
 from swarm.training.samples import Amount
 from swarm.training.sketches import NOTHING_STATED, Sketched, Stated
+
+SUM_DEVIATIONS = 4.0
+"""An owner's sum is in line if what a member's own contribution has in it is within so many standard deviations."""
+_PIECES = 16
+NEW_ROUNDS = 12
+"""A member is a newcomer for so many rounds. In trials the contributions of peers whose AdamW had no past were unlike
+the others' for up to nine."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Newcomers:
+    """Which members' inner optimizers may have no past, as one member knows: those that it has met, or that began anew,
+    in one of the last rounds. The past of those that it has met in the run's first round is as long as any.
+
+    Attributes:
+        round_number: gives the number of the round.
+        starts: gives a word for each peer that changes when the peer begins anew, as far as it is known.
+    """
+
+    round_number: Callable[[], int]
+    starts: Callable[[], Mapping[str, str]]
+    _met: dict[str, tuple[str, int, int]] = field(default_factory=dict, init=False)
+    """The word of each member, the round in which it was met first, and the last one."""
+
+    def among(self, members: Collection[str]) -> Collection[str]:
+        """The newcomers among the members of the round's exchange."""
+        number, starts = self.round_number(), self.starts()
+        for peer in members:
+            start, (before, first, _) = starts.get(peer, ""), self._met.get(peer, ("", number, number))
+            began_anew = start and before and start != before
+            self._met[peer] = start or before, number if began_anew else first, number
+        self._met = {peer: met for peer, met in self._met.items() if number - met[-1] < NEW_ROUNDS}
+        return [peer for peer in members if number - NEW_ROUNDS < self._met[peer][1] > 0]
 
 
 class Scrutiny:
@@ -31,15 +65,16 @@ class Scrutiny:
 
     def __init__(
         self, own_id: str, codec: Codec, suspects: Suspects, disproved: Callable[[], Mapping[str, str]],
-        growth: Growth, is_new: Callable[[str], bool],
+        growth: Growth, newcomers: Newcomers | None = None,
     ) -> None:  # fmt: skip
-        """`codec` and `growth` are those of the contributions. `disproved`: see RoundMember. `is_new`: see Tally."""
+        """`codec` and `growth` are those of the contributions. `disproved`: see RoundMember. Without `newcomers` nobody
+        is one."""
         self._own_id = own_id
         self._codec = codec
         self._suspects = suspects
         self._disproved = disproved
         self._growth = growth
-        self._is_new = is_new
+        self._newcomers = newcomers
         self._memories: dict[int, Memory] = {}
         """What this member remembers of others' contributions to each fragment."""
         self._odd_sums: Sequence[Deviation] = ()
@@ -60,7 +95,7 @@ class Scrutiny:
             layers=layers_of(buffers.places(own.tensors, is_tiled=self._codec.tile == buffers.TILE)),
             memory=memory,
             growth=self._growth,
-            newcomers=[share.peer_id for share in shares.senders if self._is_newcomer(share.peer_id)],
+            newcomers=self._newcomers.among([share.peer_id for share in shares.senders]) if self._newcomers else (),
         )
         if gathers:  # Then each member compares all, and no words travel.
             return lambda parts, stated: comparison.deviations(parts)
@@ -82,10 +117,6 @@ class Scrutiny:
             return (*self._odd_sums, *comparison.deviations(parts), *told, *chain.from_iterable(each))
 
         return compare
-
-    def _is_newcomer(self, peer: str) -> bool:
-        # The tally has not the rounds that a liar was left out of, so that it may look new.
-        return self._is_new(peer) and not self._suspects.has_left_out(peer)
 
     def stated(self, own: Contribution, shares: Shares) -> Mapping[str, Stated]:
         """What this member states of its contribution, to the owner of each part."""
@@ -142,3 +173,24 @@ class Scrutiny:
             self._odd_sums, self._new_odd_sums = self._new_odd_sums, None
         if fragment in self._memories:
             self._memories[fragment].committed()
+
+
+def odd_sums(
+    own_D: torch.Tensor, sum_D: torch.Tensor, parts: Mapping[str, slice], weight: float
+) -> list[Deviation]:  # fmt: skip
+    """The owners whose sums over their parts seem to be without a member's contribution, as that member sees them.
+
+    Its own share of a sum is in the product of the two. What the others gave adds to that, or is as noise, and how much
+    follows from pieces of the part. Where others are so many that their noise hides the share, nothing is odd.
+    """
+    found = []
+    for owner, part in parts.items():
+        own_P = own_D[part]
+        pieces = zip(own_P.chunk(_PIECES), sum_D[part].chunk(_PIECES), strict=True)
+        products = [float(own_E @ sum_E) for own_E, sum_E in pieces]
+        noise = len(products) ** 0.5 * float(np.std(products))
+        least = weight * float(own_P @ own_P) / 2
+        if len(own_P) >= LEAST_ELEMENTS and sum(products) + SUM_DEVIATIONS * noise < least:
+            reason = "the sum that it made of its part is not that of the contributions"
+            found.append(Deviation(peer_id=owner, reason=reason))
+    return found

@@ -5,7 +5,7 @@ peer that sends messages in the name of invented peers does not fill the memory.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -133,6 +133,10 @@ class Context:
     @cached_property
     def timeline(self) -> Timeline:
         return self.known_amendments or Timeline(self.config)
+
+    def starts(self) -> Mapping[str, str]:
+        """By peer of this block, what changes when the peer's process begins anew, or comes back from another block."""
+        return {peer.peer_id: f"{peer.nonce} {peer.moves}" for peer in self.peers(self.own.block) if peer.nonce}
 
     @cached_property
     def changes(self) -> Changes:
