@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from swarm.averaging.vectors.scrutiny import NEW_ROUNDS, Newcomers
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import Buffer
 from swarm.compression.codec import Codec
@@ -164,6 +165,41 @@ async def test_sums_that_lies_have_made_odd_get_no_honest_owner_into_doubt(caplo
         accused = {line.split()[3] for line in caplog.messages if line.startswith("the contribution of ")}
         assert accused == {peer_id(number) for number in liars}
         assert "are said to be out of line" not in caplog.text
+
+
+@in_virtual_time
+async def test_a_newcomer_may_be_longer_than_others_for_some_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    async with group("diloco", 6) as network:
+        await commit(network)
+        network.add(6)
+        await until(lambda: stage(network, 6).round == 1)
+        stage(network, 6).lie = LIES["scaled by 3"]
+        stage(network, 6).carries = False
+        for _ in range(NEW_ROUNDS):
+            await commit(network)
+        assert all(len(result.members) == 7 for result in stage(network, 0).results[1:])
+        for _ in range(NAMED_AFTER):
+            await commit(network)
+        assert [line.split()[0] for line in lines(network, 0)] == [peer_id(6)]
+
+
+def test_newcomers_are_those_that_were_met_later_or_started_again() -> None:
+    number, starts = 0, {"b": "first", "c": "first"}
+    newcomers = Newcomers(round_number=lambda: number, starts=lambda: starts)
+    assert newcomers.among("ab") == []
+    number = 1
+    assert newcomers.among("abc") == ["c"]
+    number = 5
+    starts = {"a": "first", "b": "second", "c": "first"}
+    assert newcomers.among("abc") == ["b", "c"]
+    number = NEW_ROUNDS
+    assert newcomers.among("ab") == ["b"]
+    number = 1 + NEW_ROUNDS
+    assert newcomers.among("abc") == ["b"]
+    number, starts = 5 + NEW_ROUNDS, {}
+    assert newcomers.among("abc") == []
+    number += NEW_ROUNDS  # What was so long ago is forgotten.
+    assert newcomers.among("a") == ["a"]
 
 
 @pytest.mark.parametrize("setting", ["diloco", "synchronous"])

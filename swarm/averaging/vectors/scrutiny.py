@@ -52,11 +52,11 @@ class Newcomers:
     def among(self, members: Collection[str]) -> Collection[str]:
         """The newcomers among the members of the round's exchange."""
         number, starts = self.round_number(), self.starts()
+        self._met = {peer: met for peer, met in self._met.items() if number - met[-1] < NEW_ROUNDS}
         for peer in members:
             start, (before, first, _) = starts.get(peer, ""), self._met.get(peer, ("", number, number))
             began_anew = start and before and start != before
             self._met[peer] = start or before, number if began_anew else first, number
-        self._met = {peer: met for peer, met in self._met.items() if number - met[-1] < NEW_ROUNDS}
         return [peer for peer in members if number - NEW_ROUNDS < self._met[peer][1] > 0]
 
 

@@ -53,6 +53,8 @@ class Waiting:
     """Host and port of this peer's own gRPC server."""
     candidates: Callable[[], Sequence[Entry]]
     """Gives the endpoints of peers that may be meeting points, an Entry for each."""
+    _known: Sequence[Entry] = field(default=(), init=False)
+    """The candidates when they were last looked at. Among many peers each look takes time, and each report needs them."""
     _dialler: Dialler = field(default_factory=Dialler, init=False)
     _kept: dict[Entry, None] = field(default_factory=dict, init=False)
     """Meeting points that have accepted this peer, in the order in which they did."""
@@ -71,7 +73,7 @@ class Waiting:
         Those to which this peer is connected itself come first. A caller may have another version of IP than this peer.
         """
         kept = {point.peer_id for point in self._kept}
-        others = (point for point in self.candidates() if point.peer_id in kept)
+        others = (point for point in self._known if point.peer_id in kept)
         return tuple(map(tunnel_through, dict.fromkeys([*self._kept, *others])))
 
     def num_lines(self, kind: Kind) -> int:
@@ -94,7 +96,8 @@ class Waiting:
         now = self.clock.monotonic()
         self._avoided_until = {point: until for point, until in self._avoided_until.items() if until > now}
         taken = {point.peer_id for point in self._trying}
-        free = [p for p in self.candidates() if p.peer_id not in taken and p not in self._avoided_until]
+        self._known = self.candidates()
+        free = [p for p in self._known if p.peer_id not in taken and p not in self._avoided_until]
         # The first endpoint of each peer that has not failed: a later entry of the dict replaces an earlier one.
         wanted = {point.peer_id: point for point in reversed(free)}
         return list(wanted.values())[: NUM_POINTS - len(self._trying)]
