@@ -54,7 +54,7 @@ class Waiting:
     candidates: Callable[[], Sequence[Entry]]
     """Gives the endpoints of peers that may be meeting points, an Entry for each."""
     _known: Sequence[Entry] = field(default=(), init=False)
-    """The candidates when they were last looked at. Among many peers each look takes time, and each report needs them."""
+    """The candidates when they were last looked at: a look takes long among many peers, and each report needs them."""
     _dialler: Dialler = field(default_factory=Dialler, init=False)
     _kept: dict[Entry, None] = field(default_factory=dict, init=False)
     """Meeting points that have accepted this peer, in the order in which they did."""
