@@ -12,19 +12,29 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.reach.listen import Announced
 from peers.shared.network import AMENDMENTS_SECONDS, Membership
 from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.config import RunConfig
+from swarm.content.service import ContentServicer, Shelves
+from swarm.dht import keys
 from swarm.dht.directory import Announcement
+from swarm.dht.lookup import DirectoryServicer
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import direct
 from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.meeting.meeting_point import MeetingPoint
+from swarm.rpc.probe import ProbeServicer
+from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
+from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
+from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.stage.boundary import boundary_of
 from swarm.stage.stage import Stage
 from swarm.types import AmendmentsRecord, Block, PeerState
@@ -106,6 +116,22 @@ class OwnProcess:
 
     def listens(self, announced: Callable[[], Announced]) -> None:
         self._announced = announced
+
+    def add_services(self, server: grpc.aio.Server, shelves: Shelves, turns: Turns) -> None:
+        """Serve what belongs to no block."""
+        config, clock = self._config, self._clock
+        directory = DirectoryServicer(
+            store=self._membership.directory.store,
+            keys=keys.of_run(config.run_id, config.blocks),
+            clock=clock,
+            dht_addresses=lambda: self.announced.dht_addresses,
+        )
+        content = ContentServicer(config.run_id, shelves, is_exchanging=self.is_exchanging, clock=clock, turns=turns)
+        add_DirectoryServiceServicer_to_server(directory, server)
+        add_ContentServiceServicer_to_server(content, server)
+        add_MeetingServiceServicer_to_server(self.meeting_point, server)
+        add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=self.is_exchanging, clock=clock), server)
+        add_HealthServicer_to_server(self.health, server)
 
     @property
     def announced(self) -> Announced:

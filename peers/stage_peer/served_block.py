@@ -5,8 +5,10 @@ write checkpoints -> drain -> leave. What the blocks of a process share is in ow
 """
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from peers.shared.network import LOOK_SECONDS, Membership
 from peers.stage_peer.news import StageNews
@@ -14,10 +16,9 @@ from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions, warm_up
 from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.presence import Presence, TimeWatch
-from peers.stage_peer.services import block_handlers
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
-from swarm.averaging.servicer import Handlers
+from swarm.averaging.servicer import AveragingServicer, Handlers
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint.writer import Checkpoints
@@ -25,10 +26,16 @@ from swarm.events import Join
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopContext, HopLimits
 from swarm.machine.words import about
-from swarm.rpc.dispatch import Dispatch
+from swarm.pipeline.lease_service import LeaseServicer
+from swarm.pipeline.leases import RoundView
+from swarm.rpc.dispatch import BlockHandlers, Dispatch
 from swarm.rpc.local import LocalBlock
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
+from swarm.rpc.wire import add_stage_servicer
 from swarm.stage.backend import StageBackend
 from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.generation import GenerationServicer, SessionLimits
@@ -37,7 +44,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.spot_check import SpotCheck
 from swarm.stage.stage import Stage
-from swarm.types import Block, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 SETTLE_SECONDS = 5.0
 """How long a peer that ends waits at most until it has passed on its acknowledgements. Passing on one takes no longer
@@ -113,10 +120,7 @@ class ServedBlock:
             ),
         )  # fmt: skip
         self.local = LocalBlock(servicer, self._generation, self._options.prefix)
-        handlers = block_handlers(
-            self._membership, self.stage, self.averager, servicer, self._generation, self._options
-        )
-        dispatch.add(self.stage.block, handlers)
+        dispatch.add(self.stage.block, self._handlers(servicer))
         self._process.blocks[self.stage.block] = self
         waits = self._membership.waits
         try:
@@ -144,6 +148,21 @@ class ServedBlock:
             dispatch.remove(self.stage.block)
             self._process.blocks.pop(self.stage.block, None)
             self._membership.directory.lead(self.stage.block, leads=False)
+
+    def _handlers(self, servicer: StageServicer) -> BlockHandlers:
+        """The block's services on the gRPC server."""
+        lease = LeaseServicer(
+            config=self._membership.config, block=self.stage.block, clock=self._membership.clock,
+            rng=random.SystemRandom(), lead=lambda: group_lead(self.averager), changed=self.averager.changed,
+            events=self._options.events,
+        )  # fmt: skip
+        handlers = BlockHandlers(self._options.prefix)
+        server: Any = handlers
+        add_stage_servicer(servicer, server)
+        add_GenerationServiceServicer_to_server(self._generation, server)
+        add_LeaseServiceServicer_to_server(lease, server)
+        add_AveragingServiceServicer_to_server(AveragingServicer(self.averager.handlers), server)
+        return handlers
 
     def describe(self) -> pb.DescribeReply:
         return self.presence.describe(self.averager, self._generation.counters())
@@ -281,3 +300,16 @@ class ServedBlock:
             is_behind=self.averager.is_behind,
         )  # fmt: skip
         self.checkpoints.committed()
+
+
+def group_lead(averager: Averager) -> RoundView | PeerId:
+    """The round as leases see it, if this peer leads the stage's group; otherwise the leader."""
+    view = averager.view()
+    if not view.is_leader:
+        return view.leader_id
+    return RoundView(
+        round=view.round, microbatches=view.microbatches, committed=view.shown, counted=view.counted, lost=view.lost,
+        highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
+        awaits_reports=averager.awaits_reports(), misses_member=averager.misses_member(),
+        complete=view.complete,
+    )  # fmt: skip

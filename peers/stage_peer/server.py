@@ -23,7 +23,6 @@ from peers.stage_peer.own_room import dealt
 from peers.stage_peer.own_stage import ServerOptions, own_backends
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.served_block import ServedBlock
-from peers.stage_peer.services import add_services_of
 from swarm.checkpoint import file
 from swarm.config import WireConfig
 from swarm.errors import Fatal, SwarmError
@@ -167,7 +166,7 @@ class PeerServer:
             process.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
             turns = Turns(clock, is_training=process.is_busy)
             server.add_generic_rpc_handlers((dispatch,))
-            add_services_of(process, self._membership, self._contents.shelves, turns, server)
+            process.add_services(server, self._contents.shelves, turns)
             await process.tell_health()
             try:
                 await start_server(server)
