@@ -63,11 +63,25 @@ class NewOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IssueOptions:
-    """Print a token: whoever has it can join until it expires, with any number of processes."""
+class OwnerOptions:
+    """What every command is told that acts for the owner."""
 
     file: tyro.conf.Positional[Path]
     """The owner's key file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnersRunOptions(OwnerOptions):
+    """What every command is told that enters the owner's run."""
+
+    invite: tyro.conf.Positional[str]
+    """The invite to the run, swarm://..., as every swarm-peer prints it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IssueOptions(OwnerOptions):
+    """Print a token: whoever has it can join until it expires, with any number of processes."""
+
     role: Annotated[Role, one_of(tuple(Role)), tyro.conf.arg(help=" ".join(f"{role}: {role.may}." for role in Role))]
     expires: str = "30d"
     """How long it holds: a number of days (30d), hours (12h) or minutes (45m)."""
@@ -93,23 +107,14 @@ class ShowOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokensOptions:
+class TokensOptions(OwnersRunOptions):
     """List the tokens with which the processes of a running run have joined."""
-
-    file: tyro.conf.Positional[Path]
-    """The owner's key file."""
-    invite: tyro.conf.Positional[str]
-    """The invite to the run, swarm://..., as every swarm-peer prints it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmendOptions:
+class AmendOptions(OwnersRunOptions):
     """Change settings of a running run, at all its peers from one round on, or revoke tokens, at once."""
 
-    file: tyro.conf.Positional[Path]
-    """The owner's key file."""
-    invite: tyro.conf.Positional[str]
-    """The invite to the run, swarm://..., as every swarm-peer prints it."""
     set: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]],
         tyro.conf.arg(
@@ -165,7 +170,7 @@ def show(options: ShowOptions) -> None:
 
 
 @asynccontextmanager
-async def _entered(options: TokensOptions | AmendOptions) -> AsyncIterator[tuple[OwnerKey, Membership]]:
+async def _entered(options: OwnersRunOptions) -> AsyncIterator[tuple[OwnerKey, Membership]]:
     """The owner, in the run of an invite, with a token that is made for that."""
     owner, clock = OwnerKey.load(options.file), SystemClock()
     token = owner.issue(Role.PEER, name="owner", now=_now(), lifetime=datetime.timedelta(hours=1))
