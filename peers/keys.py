@@ -11,13 +11,13 @@ Whoever has the owner's key file decides who may join, and how the run goes on. 
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import json
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -32,12 +32,12 @@ from peers.shared.option_types import one_of
 from peers.shared.process import cache_folder
 from peers.shared.run_options import RunOptions
 from peers.shared.token_option import read_token
-from peers.shared.tokens_in_use import digits_of, tokens_of
 from swarm.config import Amendment, with_settings
+from swarm.credentials.authority import is_token_id, token_id
 from swarm.credentials.rights import Role
-from swarm.credentials.token import OwnerKey, new_owner
+from swarm.credentials.token import PREFIX, OwnerKey, new_owner
 from swarm.dht.directory import Announcement
-from swarm.errors import PeerUnavailable
+from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.words import counted
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -142,6 +142,24 @@ class AmendOptions(OwnersRunOptions):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenInUse:
+    """A token with which processes have joined a run.
+
+    Attributes:
+        digits: see authority.token_id.
+        bearers: the names of these processes.
+    """
+
+    name: str
+    role: str
+    digits: str
+    bearers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digits}), a {self.role}'s: {', '.join(self.bearers)}"
+
+
 def main(argv: Sequence[str]) -> int:
     return cli.run(PROG, __doc__, _COMMANDS, argv)
 
@@ -169,7 +187,7 @@ def show(options: ShowOptions) -> None:
     print(f"  {state} {expires:%Y-%m-%d %H:%M} UTC")
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def _entered(options: OwnersRunOptions) -> AsyncIterator[tuple[OwnerKey, Membership]]:
     """The owner, in the run of an invite, with a token that is made for that."""
     owner, clock = OwnerKey.load(options.file), SystemClock()
@@ -183,6 +201,38 @@ async def tokens(options: TokensOptions) -> None:
     """List the tokens with which a run's processes have joined."""
     async with _entered(options) as (_, member):
         print("\n".join(map(str, await tokens_of(member))) or "no process of the run is listed")
+
+
+async def tokens_of(member: Membership) -> list[TokenInUse]:
+    """The tokens with which the peers and trainers of a locked run have joined, without those that are revoked. Raises
+    PeerUnavailable."""
+    bearers: dict[tuple[str, str, str], list[str]] = {}
+    for name, chain_pem in await member.directory.members(member.blocks):
+        assert member.identity.authority is not None, "only a locked run's owner looks for tokens"
+        with contextlib.suppress(NotAllowed):
+            one = member.identity.authority.member(chain_pem, member.clock.time())
+            bearers.setdefault((one.token_name, one.role, token_id(chain_pem)), []).append(name)
+    return [
+        TokenInUse(name=name, role=role, digits=digits, bearers=tuple(sorted(names)))
+        for (name, role, digits), names in sorted(bearers.items())
+    ]
+
+
+def digits_of(text: str, owner: OwnerKey, in_use: Sequence[TokenInUse]) -> str:
+    """The digits of the token that --revoke names. Raises ValueError if it names none, several, or another owner's."""
+    if text.startswith((PREFIX, "@")):
+        token = read_token(text)
+        if token.authority.fingerprint != owner.authority.fingerprint:
+            raise ValueError(f"the token {token.name!r} is of owner {token.authority.fingerprint[:16]}: not this run's")
+        return token.token_id
+    if is_token_id(text):
+        return text
+    named = [token.digits for token in in_use if token.name == text]
+    if len(named) == 1:
+        return named[0]
+    number = f"{len(named)} tokens in use have" if named else "no token in use has"
+    listed = "; ".join(map(str, in_use)) or "none"
+    raise ValueError(f"{number} the name {text!r}: give the digits of one, or the token itself; in use are {listed}")
 
 
 async def _revocation(member: Membership, owner: OwnerKey, tokens: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from peers import keys
-from peers.shared import tokens_in_use
 from peers.shared.network import Membership
 from peers.shared.token_option import find_token
 from swarm.config import load_preset
@@ -100,7 +99,7 @@ async def test_the_owner_sees_which_tokens_are_in_use_and_names_those_to_revoke(
     await trainer.directory.announce(
         TrainerRecord(peer_id=trainer.peer_id, name="feeder", announced_at=clock.time(), step=0), 100
     )
-    in_use = await tokens_in_use.tokens_of(enter(issue("owner")))
+    in_use = await keys.tokens_of(enter(issue("owner")))
     assert list(map(str, in_use)) == [
         f"ada ({ada.token_id}), a peer's: attic, pc",
         f"bob ({bob.token_id}), a peer's: laptop",
@@ -108,14 +107,14 @@ async def test_the_owner_sees_which_tokens_are_in_use_and_names_those_to_revoke(
     ]
     (tmp_path / "token").write_text(str(ada))
     for text in ("ada", ada.token_id, str(ada), f"@{tmp_path / 'token'}"):
-        assert tokens_in_use.digits_of(text, locked.OWNER, in_use) == ada.token_id
+        assert keys.digits_of(text, locked.OWNER, in_use) == ada.token_id
     for text, complaint in {
         "eve": "no token in use has the name 'eve': give the digits of one, or the token itself; in use are ada (",
         "bob": "2 tokens in use have the name 'bob': give the digits of one",
         str(locked.issue(by=locked.STRANGER)): "not this run's",
     }.items():
         with pytest.raises(ValueError, match=re.escape(complaint)):
-            tokens_in_use.digits_of(text, locked.OWNER, in_use)
+            keys.digits_of(text, locked.OWNER, in_use)
 
 
 @pytest.mark.parametrize("protocol", [12, 13])
