@@ -18,7 +18,7 @@ from peers.shared.network import LOOK_SECONDS, KnownPeers, Membership
 from swarm.config import RunConfig
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.model.stages import shared_parameters
+from swarm.model.stages import tied_stages
 from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.run_rounds import RunRounds
@@ -167,8 +167,8 @@ def partners(config: RunConfig, block: Block) -> Collection[Block]:
     """The other blocks that have to be at the same round as this one."""
     if config.rounds.synchronous:
         return set(config.blocks) - {block}
-    sharing = [set(map(Block, shared.stages)) for shared in shared_parameters(config) if block.stage in shared.stages]
-    return set[Block]().union(*sharing) - {block}
+    sharing = set(map(Block, tied_stages(config)))
+    return sharing - {block} if block in sharing else set()
 
 
 async def _ask_all(

@@ -31,7 +31,7 @@ from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards
 from swarm.model.stage_module import StageModule
-from swarm.model.stages import build_stage, drawn, layer_ranges, parameter_shapes, shared_parameters, trained_shapes
+from swarm.model.stages import TIED, build_stage, drawn, layer_ranges, parameter_shapes, tied_stages, trained_shapes
 from swarm.training.scaling import squared_norms
 
 ONE_BUCKET_MB = 1 << 20
@@ -112,7 +112,7 @@ class Spread:
         self.parameters = trained_parameters(stage)
         own_shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.shapes = own_shapes if is_custom else trained_shapes(config, number)
-        self._shared = {shared.name for shared in shared_parameters(config)}
+        self._shared = {TIED} if tied_stages(config) else set[str]()
         self._ends = _ends(workers) if self._shared else None
 
     @torch.no_grad()

@@ -7,7 +7,6 @@ names. Shape suffixes: B samples, T positions, V vocabulary.
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -29,6 +28,8 @@ from swarm.types import Block
 
 _Module = TypeVar("_Module", bound=StageModule)
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
+TIED = "embedding.weight"
+"""The only parameter that several stages may hold, each for its own purpose."""
 _BOTTLENECK = {"learned": (".encoder.weight", ".decoder.weight"), "anchored": (".encoder.weight",), "fixed": ()}
 """The matrices that begin as zeros."""
 
@@ -37,25 +38,15 @@ def layer_ranges(config: RunConfig) -> list[range]:
     return list(itertools.starmap(range, itertools.pairwise((0, *config.stage_ends, config.model.num_layers))))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedParameter:
-    """A parameter that several stages hold, each for its own purpose. The stages' gradients of it add up."""
-
-    name: str
-    shape: tuple[int, ...]
-    stages: tuple[int, ...]
-
-
-def shared_parameters(config: RunConfig) -> list[SharedParameter]:
-    """The parameters that stages share: with tied embeddings the first stage's embedding is the last one's head.
+def tied_stages(config: RunConfig) -> tuple[int, ...]:
+    """The stages that share TIED, whose gradients of it add up: with tied embeddings the first stage's embedding is the
+    last one's head. Else there are none.
 
     If the matrix is frozen, each stage has its own copy and nothing is shared.
     """
     last = config.stages.num_stages - 1
-    if not config.model.tied_embeddings or config.model.custom_class or config.lora.is_on or last == 0:
-        return []
-    shape = (config.model.vocab_size, config.model.d_model)
-    return [SharedParameter(name="embedding.weight", shape=shape, stages=(0, last))]
+    has_own = not config.model.tied_embeddings or config.model.custom_class or config.lora.is_on or last == 0
+    return () if has_own else (0, last)
 
 
 def build_stage(

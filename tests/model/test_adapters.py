@@ -16,7 +16,7 @@ from swarm.model.stages import (
     build_stage,
     build_transformer,
     parameter_shapes,
-    shared_parameters,
+    tied_stages,
     trained_shapes,
 )
 
@@ -113,7 +113,7 @@ def test_a_cut_changes_nothing(autocast: Any) -> None:
     values, tokens = stirred(whole), make_tokens()[:, :-1]
     own = [{name: values[name] for name in trained_parameters(stage)} for stage in stages]
     assert own[0].keys() | own[1].keys() == values.keys()
-    assert shared_parameters(config) == []
+    assert tied_stages(config) == ()
     hidden = functional_call(stages[0], own[0], (tokens,), {"dropout_key": KEY})
     logits = functional_call(stages[1], own[1], (hidden,), {"dropout_key": KEY})
     assert torch.equal(logits, functional_call(whole, values, (tokens,), {"dropout_key": KEY}))

@@ -1,13 +1,13 @@
-"""Tied parameters, which several stages hold: every holder applies the sum of these stages' averages.
+"""The tied parameter, which two stages hold: both apply the sum of their averages.
 
-Within a stage a round's average is a mean over that stage's peers. A parameter with a role at several stages (tied
+Within a stage a round's average is a mean over that stage's peers. A parameter with a role at two stages (tied
 embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
-roles. So once the stages that share it have decided their averages of a round, each member fetches those of the other
-stages, adds all in the order of the stages, and commits the sum: the holders stay equal to the last bit. A stage's
+roles. So once the stages that share it have decided their averages of a round, each member fetches that of the other
+one, adds both in the order of the stages, and commits the sum: the holders stay equal to the last bit. A stage's
 result is committed by a digest that ends with that of the bytes which others fetch. So whoever answers for a stage
 gives all members the same bytes, or none.
 
-Shapes: S elements of the tied parameters, in the order of their names.
+Shapes: S elements of the tied parameter.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import record_of
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
-from swarm.model.stages import shared_parameters
+from swarm.model.stages import TIED, tied_stages
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.scaling import squared_norm_of_vector
 from swarm.types import Block
@@ -35,34 +35,36 @@ KEPT_AVERAGES = 4
 
 
 class TiedParameters:
-    """One member's view of the parameters that its stage and others hold; there may be none."""
+    """One member's view of the parameter that its stage and another one hold; there may be none."""
 
     def __init__(self, context: Context) -> None:
         config, self._block = context.config, context.own.block
         self._context = context
         self._num_fragments = config.averaging.num_fragments
-        held = [shared for shared in shared_parameters(config) if self._block.stage in shared.stages]
-        self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
-        self._num_elements = sum(math.prod(shape) for shape in self._shapes.values())
-        self._holders = sorted({Block(stage) for shared in held for stage in shared.stages})
-        self._counting = {Block(min(shared.stages)) for shared in shared_parameters(config)}
+        sharing = [Block(stage) for stage in tied_stages(config)]
+        self._holders = sharing if self._block in sharing else []
+        self._counting = sharing[:1]
+        self._shape = (config.model.vocab_size, config.model.d_model)
+        self._num_elements = math.prod(self._shape)
         self._averages: dict[tuple[int, Block, str], Buffer] = {}
-        """The averages of tied parameters, encoded, by round, block and digest."""
+        """The averages of the tied parameter, encoded, by round, block and digest."""
 
     def is_due(self, round_number: int) -> bool:
-        """Whether this round averages the tied parameters. Without fragments every round does. With fragments only the
+        """Whether this round averages the tied parameter. Without fragments every round does. With fragments only the
         first round of each turn through all fragments does."""
-        return bool(self._shapes) and round_number % self._num_fragments == 0
+        return bool(self._holders) and round_number % self._num_fragments == 0
 
     def partners(self, round_number: int) -> set[Block]:
         return set(self._holders) - {self._block} if self.is_due(round_number) else set()
 
     def counts_norm(self, block: Block, round_number: int) -> bool:
-        """Whether a stage is the one that counts the tied parameters in the whole model's norm."""
+        """Whether a stage is the one that counts the tied parameter in the whole model's norm."""
         return block in self._counting and round_number % self._num_fragments == 0
 
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
-        return sum(squared_norm_of_vector(tensor) for name, tensor in tensors.items() if name not in self._shapes)
+        return sum(
+            squared_norm_of_vector(tensor) for name, tensor in tensors.items() if name != TIED or not self._holders
+        )
 
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor], amended: str) -> str:
         """Keep this stage's average for peers of other stages that ask for it. `amended` is the digest of the newest
@@ -72,8 +74,9 @@ class TiedParameters:
         """
         if not self.is_due(round_number):
             return digest
-        codec, average = self._codec(amended), [tensors[name] for name in self._shapes]
-        encoded = await asyncio.to_thread(lambda: codec.encode(torch.cat([tensor.flatten() for tensor in average])))
+        # In float32 the bytes are the vector's own memory, and they are kept longer than the round's result.
+        codec, average = self._codec(amended), tensors[TIED]
+        encoded = await asyncio.to_thread(lambda: codec.encode(average.flatten().clone()))
         digest = f"{digest}.{await asyncio.to_thread(_digest_of, encoded)}"
         self._keep((round_number, self._block, digest), encoded)
         return digest
@@ -97,8 +100,7 @@ class TiedParameters:
         sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
         for _, holder in sorted(by_block.items()):
             await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder, self._codec(amended)))
-        pieces = torch.split(sum_S, [math.prod(shape) for shape in self._shapes.values()])
-        return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
+        return {TIED: sum_S.view(self._shape)}
 
     async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner], amended: str) -> float:
         """The squared norm of the result of `sum`."""
