@@ -44,10 +44,6 @@ class Room:
         each = of_stages(
             config, on_gpu=device.kind == "cuda", num_peers=num_peers, anchors_on_disk=anchors_on_disk, blocks=blocks
         )
-        return cls.on(device, each)
-
-    @classmethod
-    def on(cls, device: Device, each: Mapping[int, Needs]) -> "Room":
         ram_bytes = free_ram_bytes() + resident_bytes() if device.kind == "cuda" else device.all_bytes
         return cls(device=device.name, device_bytes=device.all_bytes, ram_bytes=ram_bytes, each=each)
 

@@ -31,7 +31,9 @@ CPU = Device(name="cpu", free_bytes=7 * GIB, own_bytes=GIB)
     ],
 )  # fmt: skip
 def test_memory(gib: Sequence[float], span: range | None, state: State, text: str) -> None:
-    finding = machine.judge_memory(Room.on(CPU, dict(enumerate(map(some_needs, gib)))), span)
+    each = dict(enumerate(map(some_needs, gib)))
+    room = Room(device=CPU.name, device_bytes=CPU.all_bytes, ram_bytes=CPU.all_bytes, each=each)
+    finding = machine.judge_memory(room, span)
     assert (finding.state, finding.text) == (state, text)
 
 
