@@ -25,10 +25,9 @@ from swarm.compression.codec import contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig, RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.model.loss import NO_TARGET
 from swarm.stage.staging import staging_of
 from swarm.training import samples
-from swarm.training.samples import TOKENS, Samples
+from swarm.training.samples import NO_TARGET, TOKENS, Samples
 from swarm.types import Block
 
 NO_DROPOUT = -1
@@ -83,7 +82,7 @@ class Batches:
         return Batch(inputs=inputs, num_targets=sum(samples.amount(one).targets for one in found))
 
     def _inputs(self, found: Samples, number: int) -> dict[str, torch.Tensor]:
-        tensors = {"inputs": found[TOKENS][:, :-1].long(), "targets_BT": samples.targets(found, NO_TARGET)}
+        tensors = {"inputs": found[TOKENS][:, :-1].long(), "targets_BT": samples.targets(found)}
         if (documents_BT := samples.documents(found)) is not None:
             tensors["documents_BT"] = documents_BT
         # The last microbatch of held-out samples may have fewer rows, so it is padded.

@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from swarm.config import ModelConfig
-
-NO_TARGET = -100
-"""The number that marks a position without a target; such a position does not count in the loss."""
+from swarm.training.samples import NO_TARGET
 
 _LEAST_CHUNK = 1 << 22
 """A chunk has room for at least this many logits, since very many small chunks would take longer."""

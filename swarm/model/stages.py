@@ -17,7 +17,6 @@ from swarm.model import adapters, custom_class
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
 from swarm.model.layers import FixedColumns, draw
-from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.projection import Projection
 from swarm.model.shards import Shards, stretches
@@ -184,7 +183,7 @@ class Transformer(StageModule):
             batch[TOKENS][:, :-1].long(),
             dropout_key=dropout_key,
             documents_BT=samples.documents(batch),
-            targets_BT=samples.targets(batch, NO_TARGET),
+            targets_BT=samples.targets(batch),
         )
         return loss
 

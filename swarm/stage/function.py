@@ -18,7 +18,6 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import in_one_line
 from swarm.machine.recording import Recorder
-from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule, cast_types, stage_loss, with_shared_casts
 from swarm.rpc.bounds import CHUNK_BYTES
@@ -28,7 +27,7 @@ from swarm.stage.buckets import Inputs, Version
 from swarm.stage.graphs import Arguments, CapturedStage, Example, Graph, GraphBudget, Weights
 from swarm.stage.staging import Staging, staging_of
 from swarm.training import samples
-from swarm.training.samples import TARGETS
+from swarm.training.samples import NO_TARGET, TARGETS
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +182,7 @@ class StageFunction:
         }
         if self.is_last:
             whole = {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}
-            targets_BT = found["targets_BT"] = samples.targets(whole, NO_TARGET)
+            targets_BT = found["targets_BT"] = samples.targets(whole)
             if self.config.model.autocast == "fp16":
                 found["gradient_scale"] = torch.full((), scale, device=targets_BT.device)
         return {name: tensor for name, tensor in found.items() if tensor is not None}

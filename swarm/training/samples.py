@@ -26,6 +26,8 @@ from swarm.errors import MalformedMessage
 from swarm.types import Block, PeerId
 
 TOKENS, TARGETS, DOCUMENTS = "tokens", "targets", "documents"
+NO_TARGET = -100
+"""The number that marks a position without a target; such a position does not count in the loss."""
 Samples = Mapping[str, torch.Tensor]
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 """Token ids, unsigned, as narrow as the vocabulary allows."""
@@ -106,11 +108,10 @@ def has_target(samples: Samples) -> torch.Tensor | None:
     return has_target_BT
 
 
-def targets(samples: Samples, no_target: int) -> torch.Tensor:
-    """The token that each column has to predict: int64 [B, T], on the device of the samples. `no_target` is the number
-    for columns that have nothing to predict."""
+def targets(samples: Samples) -> torch.Tensor:
+    """The token that each column has to predict, or NO_TARGET: int64 [B, T], on the device of the samples."""
     targets_BT, has_target_BT = samples[TOKENS][:, 1:].long(), has_target(samples)
-    return targets_BT if has_target_BT is None else targets_BT.masked_fill(~has_target_BT, no_target)
+    return targets_BT if has_target_BT is None else targets_BT.masked_fill(~has_target_BT, NO_TARGET)
 
 
 def documents(samples: Samples) -> torch.Tensor | None:

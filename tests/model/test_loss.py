@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.model import loss as loss_module
 from swarm.model.functions import as_cast
-from swarm.model.loss import NO_TARGET, chunk_length, summed_loss, summed_loss_of_logits
+from swarm.model.loss import chunk_length, summed_loss, summed_loss_of_logits
+from swarm.training.samples import NO_TARGET
 
 _Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LARGE = (2, 60, 8, 50_000)

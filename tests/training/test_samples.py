@@ -15,7 +15,7 @@ def _row(*values: int) -> torch.Tensor:
 
 def test_nothing_is_predicted_across_the_border_of_documents() -> None:
     batch = {TOKENS: _row(5, 6, 7, 8, 9), TARGETS: _row(1, 0, 1, 1, 1), DOCUMENTS: _row(0, 0, 0, 1, 1)}
-    assert samples.targets(batch, -100).tolist() == [[-100, 7, -100, 9]]
+    assert samples.targets(batch).tolist() == [[-100, 7, -100, 9]]
     assert samples.amount(batch) == Amount(1, 2)
     assert samples.documents(batch) is not None
 

@@ -13,7 +13,6 @@ from swarm.config import OptimizerConfig, RunConfig
 from swarm.config.schedule import learning_rate
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
-from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import stage_loss
 from swarm.model.stages import Transformer, build_stage, build_transformer
@@ -73,7 +72,7 @@ def model_of_paths(config: RunConfig) -> Model:
         *before, last = config.blocks_of(config.path_of(key.microbatch))
         for block in before:
             travels = modules[block](travels, dropout_key=key)
-        targets_BT = samples.targets(microbatch, NO_TARGET)
+        targets_BT = samples.targets(microbatch)
         return stage_loss(modules[last], dict(modules[last].named_parameters()), travels, targets_BT, dropout_key=key)
 
     return Model(summed_loss=summed_loss, parameters=parameters)
