@@ -118,24 +118,23 @@ class Hop:
             reply.on_ack = partial(self.checks.acknowledged, microbatch, tensors)
         return reply
 
-    async def hold(self, newest_round: int, listener: HopListener | None = None, *, path: int = 0) -> Hold:
+    async def hold(self, newest_round: int, listener: HopListener, *, path: int = 0) -> Hold:
         """Ask a peer of the stage, and one of each later stage on a path, to keep a round's weights until the hold is
         closed. With DiLoCo a stage holds this round or the newest one before it.
 
         Raises RoundGone if no peer of a stage has that round's weights any more, Overloaded if peers hold as many other
         rounds as they can, and what `train` does. Cancellation ends the hold at all of these peers.
         """
-        heard_by = listener or HopListener()
         return await self._until_answered(
-            lambda record: self._calls.hold(record, newest_round, heard_by, path=path),
+            lambda record: self._calls.hold(record, newest_round, listener, path=path),
             1,
-            heard_by,
+            listener,
             Retries(self._context, self._repeats),
             busy_seconds=HOLD_SECONDS,
         )
 
     async def evaluate(
-        self, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener | None = None, *, path: int = 0
+        self, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener, *, path: int = 0
     ) -> float:
         """Compute the mean loss in nats per target, by a forward along a path with the weights with which a round
         began.
@@ -144,12 +143,11 @@ class Hop:
         round peers hold for this caller, and which peers, which are asked first. Raises RoundGone if no peer of a stage
         has its round's weights any more, and what `train` does. Cancellation closes the stream.
         """
-        heard_by, hints = listener or HopListener(), {self.block: PeerId(held[0].peer_id)}
         return await self._until_answered(
-            lambda record: self._calls.evaluate(record, tensors, held, heard_by, path=path),
+            lambda record: self._calls.evaluate(record, tensors, held, listener, path=path),
             tensors["tokens"].shape[0],
-            heard_by,
-            Retries(self._context, self._repeats, hints),
+            listener,
+            Retries(self._context, self._repeats, hints={self.block: PeerId(held[0].peer_id)}),
         )
 
     def continuation(

@@ -80,22 +80,22 @@ async def test_rounds_may_pass_faster_than_an_evaluation_takes(
 async def test_a_round_is_held_at_one_peer_of_each_stage_until_the_caller_closes_it() -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
         expected = await chain.evaluate(BATCH)
-        with closing(await chain.trainer.hold(0)) as hold:
+        with closing(await chain.trainer.hold(0, HopListener())) as hold:
             holders = [peer for peer in chain.peers if len(peer.stage.held_rounds)]
             assert hold.held == tuple(pb.HeldRound(peer_id=peer.peer_id, round=0) for peer in holders)
             assert [peer.backend.stage for peer in holders] == [0, 1, 2]
             for _ in range(3):
                 await begin_next_round(chain.peers)
-            assert await chain.trainer.evaluate(BATCH, hold.held) == expected
+            assert await chain.trainer.evaluate(BATCH, hold.held, HopListener()) == expected
         await eventually(lambda: not any(_num_held(chain)))
         with pytest.raises(RoundGone):
-            await chain.trainer.evaluate(BATCH, hold.held)
+            await chain.trainer.evaluate(BATCH, hold.held, HopListener())
 
 
 async def test_a_caller_that_is_gone_holds_nothing() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         async with chain.another_trainer() as trainer:
-            hold = await trainer.hold(0)
+            hold = await trainer.hold(0, HopListener())
             assert _num_held(chain) == [1, 1, 1]
         # Its connections are closed.
         await eventually(lambda: not any(_num_held(chain)))
@@ -106,22 +106,22 @@ async def test_in_diloco_each_stage_holds_its_newest_round_up_to_the_wanted_one(
     async with running_chain(DILOCO) as chain:
         for _ in range(2):
             await begin_next_round([chain.peers[0], chain.peers[2]])
-        with closing(await chain.trainer.hold(1)) as hold:
+        with closing(await chain.trainer.hold(1, HopListener())) as hold:
             assert [held.round for held in hold.held] == [1, 0, 1]
-            first = await chain.trainer.evaluate(BATCH, hold.held)
+            first = await chain.trainer.evaluate(BATCH, hold.held, HopListener())
             for _ in range(3):
                 await begin_next_round(chain.peers)
-            assert await chain.trainer.evaluate(BATCH, hold.held) == first
+            assert await chain.trainer.evaluate(BATCH, hold.held, HopListener()) == first
 
 
 async def test_a_holder_that_dies_is_replaced_by_a_peer_that_has_the_round() -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         expected = await chain.evaluate(BATCH)
-        with closing(await chain.trainer.hold(0)) as hold:
+        with closing(await chain.trainer.hold(0, HopListener())) as hold:
             (dying,) = (peer for peer in chain.at(1) if peer.peer_id == hold.held[1].peer_id)
             await dying.server.stop(0)
             await begin_next_round([peer for peer in chain.peers if peer is not dying])
-            assert await chain.trainer.evaluate(BATCH, hold.held) == expected
+            assert await chain.trainer.evaluate(BATCH, hold.held, HopListener()) == expected
 
 
 async def test_evaluation_is_the_references_on_the_anchor() -> None:
@@ -161,7 +161,8 @@ async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeyp
         async with last.held():
             forwards = [forward("before")]
             await eventually(lambda: last.runtime.queue_length == 2)
-            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, [pb.HeldRound(peer_id=last.peer_id)]))
+            held = [pb.HeldRound(peer_id=last.peer_id)]
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, held, HopListener()))
             await eventually(lambda: last.runtime.queue_length == 3)
             forwards += [forward("after") for _ in range(3)]
             await eventually(lambda: last.runtime.queue_length == 6)

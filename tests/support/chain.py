@@ -302,8 +302,8 @@ class Chain:
     async def evaluate(self, batch: Mapping[str, torch.Tensor], *, round_number: int = 0) -> float:
         """The loss of held-out samples on a round's weights."""
         async with asyncio.timeout(PATIENCE_SECONDS):
-            with closing(await self.trainer.hold(round_number)) as hold:
-                return await self.trainer.evaluate(batch, hold.held)
+            with closing(await self.trainer.hold(round_number, HopListener())) as hold:
+                return await self.trainer.evaluate(batch, hold.held, HopListener())
 
     def sums(self) -> dict[str, torch.Tensor]:
         """The accumulated gradients, summed over the peers of each stage, on the CPU."""
