@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal, assert_never
+from typing import Literal
 
 from swarm.config.checks import (
     AMENDABLE,
@@ -215,23 +215,11 @@ class DataConfig:
     @property
     def has_targets(self) -> bool:
         """Whether samples say which of their tokens are targets."""
-        match self.format:
-            case "text":
-                return False
-            case "chat" | "completion":
-                return True
-            case other:
-                assert_never(other)
+        return self.format != "text"
 
     @property
     def has_conversations(self) -> bool:
-        match self.format:
-            case "chat":
-                return True
-            case "text" | "completion":
-                return False
-            case other:
-                assert_never(other)
+        return self.format == "chat"
 
     @property
     def is_packed(self) -> bool:

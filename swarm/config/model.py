@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal, assert_never, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from swarm.config.checks import (
     MAY_CHANGE,
@@ -277,46 +277,22 @@ class ModelConfig:
     @property
     def learns_bottlenecks(self) -> bool:
         """Whether matrices that are trained bring the residual stream through bottlenecks."""
-        match self.bottleneck:
-            case "learned" | "anchored":
-                return True
-            case "fixed":
-                return False
-            case other:
-                assert_never(other)
+        return self.bottleneck != "fixed"
 
     @property
     def is_gated(self) -> bool:
         """Whether the feed-forward block has a gate: a second matrix that reads, beside the one called up."""
-        match self.feed_forward:
-            case "swiglu":
-                return True
-            case "gelu":
-                return False
-            case other:
-                assert_never(other)
+        return self.feed_forward == "swiglu"
 
     @property
     def is_rotary(self) -> bool:
         """Whether queries and keys are rotated by their positions."""
-        match self.positions:
-            case "rope":
-                return True
-            case "learned":
-                return False
-            case other:
-                assert_never(other)
+        return self.positions == "rope"
 
     @property
     def learns_positions(self) -> bool:
         """Whether a trained vector for each position is added to the embedding."""
-        match self.positions:
-            case "learned":
-                return True
-            case "rope":
-                return False
-            case other:
-                assert_never(other)
+        return self.positions == "learned"
 
     @property
     def kv_heads(self) -> int:

@@ -1,7 +1,7 @@
 """`[rounds]`, `[averaging]` and `[outer]`: when and how peers average, and DiLoCo's outer optimizer."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import Literal
 
 from swarm.config.checks import (
     ADDED,
@@ -140,13 +140,7 @@ class AveragingConfig:
     @property
     def needs_majority(self) -> bool:
         """Whether a round needs more than half of the members of the last one; if not, the live peers are enough."""
-        match self.quorum:
-            case "majority":
-                return True
-            case "available":
-                return False
-            case other:
-                assert_never(other)
+        return self.quorum == "majority"
 
 
 @dataclass(frozen=True, kw_only=True)
