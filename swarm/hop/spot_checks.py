@@ -55,8 +55,9 @@ GATHER_SECONDS = 0.25
 MOST_SIGNED = 256
 """The most statements that wait to be passed on. Further ones are let go."""
 MOST_DRAWN = 4
-"""The most answers that wait to be checked. Further ones are let go: a check must not wait until the round is over, or
-keep many tensors."""
+"""The most answers that wait to be checked. Further ones are let go: checks must not wait long, or take much memory."""
+MOST_STANDINGS = 4096
+"""The most peers of which anything is known. Those that answered longest ago are forgotten."""
 MOST_ASKED = 7
 """How many peers are asked about one answer at most."""
 SIGNING_PROTOCOL = 13
@@ -77,8 +78,7 @@ LEAST_ANSWERS = 3
 LEAST_OTHERS = 3
 """These are not checked where a peer has fewer others: they would not know what is usual (honesty/drift)."""
 LOSS, ANCHOR_ROUND = "loss", "anchor_round"
-"""The loss that a peer answers, and the round whose anchor it says it has used, as tensors. What it shows of them has
-to be the same, as with the others."""
+"""The loss that a peer answers, and the round whose anchor it says it has used, as tensors, shown like the others."""
 
 _Reply = pb.SpotCheckReply
 
@@ -158,19 +158,21 @@ class SpotChecks:
         peer = reply.route[self._block]
         if self._drifts or (statement is not None and statement.ByteSize() > LONGEST_STATEMENT):
             statement = None
-        self._standings[peer].num_since += 1
+        standing = self._standings[peer] = self._standings.pop(peer, _Standing())
+        while len(self._standings) > MOST_STANDINGS:
+            del self._standings[next(iter(self._standings))]
+        standing.num_since += 1
         if statement is not None and not self._signed.full():
             self._signed.put_nowait((peer, statement))
         if microbatch.is_replay:
             return
-        self._standings[peer].num_unanchored += 1
+        standing.num_unanchored += 1
         self._note_signed(peer, microbatch, is_signed=statement is not None)
         is_exact = not self._drifts or reply.anchor_round is not None
-        least_others = 1 if is_exact else LEAST_OTHERS
         is_long = self._has_long_gradient(microbatch.round, reply)
+        # The others are looked up last: that takes as long as there are peers, and few answers are drawn.
         is_drawn = self._draws(peer, microbatch, is_exact=is_exact, is_long=is_long)
-        # The others are looked up only now: that takes as long as there are peers, and few answers are drawn.
-        if is_drawn and len(self._others(peer)) >= least_others:
+        if is_drawn and len(self._others(peer)) >= (1 if is_exact else LEAST_OTHERS):
             following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
             made = {**tensors, **reply.tensors, LOSS: loss_tensor(reply.loss)}
             if self._drifts and reply.anchor_round is not None:
@@ -327,9 +329,7 @@ class SpotChecks:
 
     def _others(self, peer: PeerId) -> list[PeerId]:
         """The peers that could check a peer's answers; none if that is this very process."""
-        return [] if peer == self._router.own else [
-            other for other in self._router.others(self._block, peer) if other != self._router.own
-        ]  # fmt: skip
+        return [other for other in self._router.others(self._block, peer) if self._router.own not in (peer, other)]
 
     def _name(self, peer: PeerId) -> str:
         record = self._router.record(self._block, peer)
