@@ -38,6 +38,10 @@ EncodingsIn = Callable[[int], Mapping[str, str]]
 """The encodings of a round's activations and gradients, by their names."""
 
 
+MOST_CREDITS = 4096
+"""The most peers whose credit is remembered. Of further ones some are forgotten: without one a peer is asked first."""
+
+
 class _Way:
     """How long tensors take to a peer: from the first byte to the peer's next message.
 
@@ -254,6 +258,8 @@ class Calls:
             self._context.channels.transferred(record, max(way.seconds, way.answer_seconds))
         if done.credits:
             self._credits.add(peer_id)
+            if len(self._credits) > MOST_CREDITS:
+                self._credits.pop()
         else:
             self._credits.discard(peer_id)
         reply = Observation(
