@@ -42,6 +42,8 @@ ANSWER_SECONDS = 3.0
 FAILED_SECONDS = 0.5
 """A peer that failed within this time is not asked again, even if others still name it as the leader. They will soon
 notice that it is gone, and then one of them leads. That is faster than waiting for an answer that may not come."""
+MOST_FAILED = 4096
+"""The most peers whose failures are remembered. Those whose failure is longest ago are forgotten."""
 DOUBT_SECONDS = 10.0
 """A leader that has granted nothing for this long may have been passed over by its group without knowing it. So the
 stage's other peers are asked who leads, each time that this has passed."""
@@ -165,7 +167,7 @@ class LeaseClient:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
             except (TryAnotherPeer, TryLater) as error:
                 self._leaders.pop(block, None)
-                self._failed_at[PeerId(record.peer_id)] = self.clock.monotonic()
+                self._note_failure(PeerId(record.peer_id))
                 faults.append((record, error))
                 self._failed[block] = [left_alone(*fault, self.clock.monotonic()) for fault in faults]
                 continue
@@ -211,6 +213,12 @@ class LeaseClient:
             return self._has_failed(record), record.peer_id != leader, is_doubted, failed_at, record.peer_id
 
         return min(candidates, key=order, default=None)
+
+    def _note_failure(self, peer_id: PeerId) -> None:
+        self._failed_at.pop(peer_id, None)
+        self._failed_at[peer_id] = self.clock.monotonic()
+        if len(self._failed_at) > MOST_FAILED:
+            del self._failed_at[next(iter(self._failed_at))]
 
     def _has_failed(self, record: PeerRecord) -> bool:
         """Whether a peer failed within FAILED_SECONDS and has not answered since."""
