@@ -13,8 +13,7 @@ import torch
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
-from swarm.averaging.vectors.allreduce import Reduction, butterfly
-from swarm.averaging.vectors.gather import HandOut, gather
+from swarm.averaging.vectors.allreduce import Butterfly, HandOut, Reduction, gather
 from swarm.averaging.vectors.scrutiny import Newcomers, Scrutiny
 from swarm.averaging.vectors.terms import AllReduceTransport, Average, Compare, Terms, no_deviations, sent_bytes
 from swarm.compression import buffers
@@ -184,7 +183,7 @@ class Exchanges:
         self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float
     ) -> tuple[Average, float]:
         """Exchange with the other members. Returns the average and the seconds that this took; raises like
-        `butterfly`."""
+        `Butterfly.run`."""
         started_at = time.perf_counter()
         try:
             # Not done in `flatten`, because this member's weight was not known then.
@@ -200,7 +199,7 @@ class Exchanges:
         if isinstance(side, HandOut):
             average = await gather(vector_D, side, terms)
         else:
-            average = await butterfly(vector_D, side, terms, self._memory)
+            average = await Butterfly(vector_D, side, terms, self._memory).run()
             await self._scrutiny.look_at_sums(closed.vector_D if self._is_own(closed) else None, average, shares)
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares, divide
-from swarm.averaging.vectors.allreduce import Reduction, butterfly
-from swarm.averaging.vectors.gather import HandOut, gather
+from swarm.averaging.vectors.allreduce import Butterfly, HandOut, Reduction, gather
 from swarm.averaging.vectors.terms import Average, Terms
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
@@ -61,7 +60,7 @@ async def average(
             )  # fmt: skip
             if gathers:
                 return await gather(vector_D, sides[name], terms)
-            return await butterfly(vector_D, sides[name], terms, Recycler())
+            return await Butterfly(vector_D, sides[name], terms, Recycler()).run()
         except MemberFailed as failed:
             return failed
 
@@ -194,7 +193,7 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
 
     terms = Terms(own_id="0", shares=shares, codec=FP32, result_codec=FP32, transport=Patient(), timeout_seconds=0.05)
     with pytest.raises(MemberFailed) as failed:
-        await butterfly(torch.ones(4), reduction, terms, Recycler())
+        await Butterfly(torch.ones(4), reduction, terms, Recycler()).run()
     assert failed.value.peer_id == "1"
     with pytest.raises(MemberFailed):
         await reduction.result()
@@ -220,7 +219,7 @@ async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float
 
     terms = Terms(own_id="0", shares=shares, codec=FP32, result_codec=FP32, transport=Malicious(), timeout_seconds=5)
     with pytest.raises(MemberFailed, match=reason) as failed:
-        await butterfly(torch.ones(8), reduction, terms, Recycler())
+        await Butterfly(torch.ones(8), reduction, terms, Recycler()).run()
     assert failed.value.peer_id == "1"
 
 

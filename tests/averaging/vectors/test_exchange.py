@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares, divide
+from swarm.averaging.vectors.allreduce import HandOut
 from swarm.averaging.vectors.exchange import Closed, Exchanges
-from swarm.averaging.vectors.gather import HandOut
 from swarm.averaging.vectors.terms import Average
 from swarm.compression.buffers import TILE
 from swarm.config import AveragingConfig
