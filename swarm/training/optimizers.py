@@ -8,7 +8,7 @@ name in config/optimizer.py and a case in `gradient_optimizer`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, assert_never
 
 import torch
@@ -56,7 +56,7 @@ class Muon(AdamW):
     ) -> None:
         """
         Args:
-            same_bits: whether other members take the same steps and must get the same bits. See `orthogonal`.
+            same_bits: whether other members take the same steps and must get the same bits. See `exactly_orthogonal`.
             cut: how this process's parts of the matrices become whole ones, and back; None where it has whole matrices.
             fused: whether to step in few launches, for a GPU: matrices of one shape are computed side by side.
         """
@@ -86,12 +86,10 @@ class Muon(AdamW):
                     self.packed[name]["momentum_buffer"].pack(buffer)
             if self._cut is not None:
                 directions = [self._cut.whole(*named) for named in zip(names, directions, strict=True)]
-            factor = rate * self._adjustment(directions[0].shape)
-            if self._side_by_side:
-                compute = exactly_orthogonal if self._same_bits else orthogonal_batch
-                steps = list(compute(torch.stack(list(directions))).mul_(factor))
-            else:
-                steps = [orthogonal(matrix, same_bits=self._same_bits).mul_(factor) for matrix in directions]
+            stacked = torch.stack(list(directions))
+            del directions  # They need as much memory again.
+            compute = exactly_orthogonal if self._same_bits else orthogonal
+            steps = list(compute(stacked).mul_(rate * self._adjustment(stacked.shape[1:])))
             if self._cut is not None:
                 steps = [self._cut.part_of(*named) for named in zip(names, steps, strict=True)]
             matrices = [hidden[name].detach() for name in names]
@@ -136,56 +134,17 @@ class Muon(AdamW):
                 assert_never(other)
 
 
-def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
-    """Approximate the orthogonal matrix nearest to `matrix`, in the same type; singular values become 0.7 to 1.2.
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Approximate the orthogonal matrix nearest to each of several [N, rows, columns], in the same type; singular
+    values become 0.7 to 1.2.
 
     These are five iterations of Newton and Schulz with the polynomial aX + b(XX')X + c(XX')^2 X, after a division by
-    the Frobenius norm.
-
-    Args:
-        same_bits: whether to compute as `exactly_orthogonal` does. Otherwise a GPU computes in bfloat16, as
-            torch.optim.Muon does, and a CPU in the matrix's own type.
+    the Frobenius norm. A GPU computes in bfloat16, as torch.optim.Muon does, and is not waited for. A CPU computes in
+    the matrices' own type.
     """
-    if same_bits:
-        return exactly_orthogonal(matrix)
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    values = wide.to(_computing_type(matrix))
-    values = values / max(float(values.norm()), EPSILON)
-    values = _iterated(values, torch.matmul)
-    return (values.T if wide is not matrix else values).to(matrix.dtype)
-
-
-def exactly_orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """`orthogonal`, with the same bits on every machine, for one matrix or for several of one shape [N, rows, columns].
-
-    It computes in float64 from matrices of so few bits that no product is ever rounded. So neither the order in which a
-    processor adds, nor a fused operation, nor how many matrices there are makes a difference. The device is waited for
-    once.
-    """
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    # Apple's GPUs have no float64.
-    device = "cpu" if matrices.device.type == "mps" else matrices.device
-    values = (matrices.mT if is_tall else matrices).to(device, torch.float64)
-    # The norms are a tensor, because a GPU divides by a number of Python by a product with its rounded inverse.
-    values = _iterated(values / _exact_norms(values).clamp(min=EPSILON), exact_product)
-    return (values.mT if is_tall else values).to(matrices.device, matrices.dtype)
-
-
-def _iterated(values: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    a, b, c = COEFFICIENTS
-    for _ in range(NUM_ITERATIONS):
-        gram = product(values, values.mT)
-        # Products and sums are separate operations here, because torch.addmm may round once where these round twice.
-        polynomial = product(gram, gram).mul_(c).add_(gram.mul_(b))
-        values = product(polynomial, values).add_(values.mul_(a))
-    return values
-
-
-def orthogonal_batch(matrices: torch.Tensor) -> torch.Tensor:
-    """`orthogonal` for each of several matrices [N, rows, columns] at once, without a wait for the device."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if is_tall else matrices
-    values = wide.to(_computing_type(matrices))
+    values = wide.to(matrices.dtype if matrices.device.type == "cpu" else torch.bfloat16)
     norms = torch.linalg.matrix_norm(values.to(matrices.dtype), keepdim=True).clamp(min=EPSILON)
     values = values / norms.to(values.dtype)
     a, b, c = COEFFICIENTS
@@ -196,8 +155,26 @@ def orthogonal_batch(matrices: torch.Tensor) -> torch.Tensor:
     return (values.mT if is_tall else values).to(matrices.dtype)
 
 
-def _computing_type(matrix: torch.Tensor) -> torch.dtype:
-    return matrix.dtype if matrix.device.type == "cpu" else torch.bfloat16
+def exactly_orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonal`, with the same bits on every machine.
+
+    It computes in float64 from matrices of so few bits that no product is ever rounded. So neither the order in which a
+    processor adds, nor a fused operation, nor how many matrices there are makes a difference. The device is waited for
+    once.
+    """
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    # Apple's GPUs have no float64.
+    device = "cpu" if matrices.device.type == "mps" else matrices.device
+    values = (matrices.mT if is_tall else matrices).to(device, torch.float64)
+    # The norms are a tensor, because a GPU divides by a number of Python by a product with its rounded inverse.
+    values = values / _exact_norms(values).clamp(min=EPSILON)
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_ITERATIONS):
+        gram = exact_product(values, values.mT)
+        # Products and sums are separate operations here, because torch.baddbmm may round once where these round twice.
+        polynomial = exact_product(gram, gram).mul_(c).add_(gram.mul_(b))
+        values = exact_product(polynomial, values).add_(values.mul_(a))
+    return (values.mT if is_tall else values).to(matrices.device, matrices.dtype)
 
 
 def _exact_norms(matrices: torch.Tensor) -> torch.Tensor:
