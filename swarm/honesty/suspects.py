@@ -247,15 +247,13 @@ class Suspects:
         return found_out, Named(round_number, f"{line}; {why}")
 
     def _judge(self, peer: str, round_number: int, others: Set[str]) -> _Verdict | None:
-        rounds = self._words.get(peer, {})
-        if round_number not in rounds:
-            return None
+        rounds = self._words[peer]
         said = [*chain.from_iterable(words.by_owner.items() for words in rounds.values())]
         accusers = {owner for owner, _ in said if owner in others}
         num_rounds, is_always = _most_agreement(rounds.values())
         words = rounds[round_number]
         if num_rounds < LEFT_OUT_AFTER:
-            accusers = words.clear_to & words.by_owner.keys() & others
+            accusers = words.clear_to & others
         if len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(others):
             return None
         _, reason = next(iter(words.by_owner.values()))
@@ -299,9 +297,11 @@ class Suspects:
         self._named[peer] = named
 
     def _forget(self, round_number: int, num_members: int) -> None:
-        for rounds in self._words.values():
-            for number in [number for number in rounds if number <= round_number - ROUNDS]:
-                del rounds[number]
+        self._words = {
+            peer: recent
+            for peer, rounds in self._words.items()
+            if (recent := {number: words for number, words in rounds.items() if number > round_number - ROUNDS})
+        }
         # What is wrong at one place each owner finds in its turn, as parts change hands.
         oldest = round_number - max(ROUNDS, num_members)
         self._computed = {
@@ -312,13 +312,8 @@ class Suspects:
                 if (now := {number: each for number, each in rounds.items() if number > oldest})
             })
         }  # fmt: skip
-        self._drop_empty()
         # An owner that has nothing more against a member begins anew.
         self._alone = {key: places for key, places in self._alone.items() if key[1] in self._words}
         self._named = {peer: each for peer, each in self._named.items() if each.round > round_number - FORGIVEN_AFTER}
         self._disputes = {pair: it for pair, it in self._disputes.items() if it.round > round_number - FORGIVEN_AFTER}
         self._left_out = {peer: number for peer, number in self._left_out.items() if number == round_number}
-
-    def _drop_empty(self) -> None:
-        kept = {peer: {n: each for n, each in rounds.items() if each.by_owner} for peer, rounds in self._words.items()}
-        self._words = {peer: rounds for peer, rounds in kept.items() if rounds}
