@@ -219,12 +219,8 @@ class StageWeights(ABC):
 
     # -- transfer ----------------------------------------------------------------------------------------------
 
-    def state_tensors(self) -> Tensors:
-        """Anchor and outer state of the current round as named CPU tensors, which are copies."""
-        return {name: value.to("cpu", copy=True) for name, value in self.state().items()}
-
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of `state_tensors` themselves. Any thread may read them until the next commit.
+        """Anchor and outer state of the current round, by name. Any thread may read them until the next commit.
 
         A commit writes to the state of the optimizer that ends rounds. Anchors are replaced and never written to, and
         inner steps have an optimizer of their own.
@@ -236,7 +232,7 @@ class StageWeights(ABC):
         state.check(tensors, digest, masters=self.masters, optimizer=self._ends_rounds, round_number=round_number)
 
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
-        """Install a state that `state_tensors` gave, and drop every gradient and version of the past.
+        """Install a state that `state` gave, and drop every gradient and version of the past.
 
         With DiLoCo, `carry` keeps the changes by inner steps that are in no average: they are added to the new anchor,
         and their samples count towards the new round.
@@ -252,10 +248,6 @@ class StageWeights(ABC):
     def recall(self, moments: Tensors) -> None:
         """Let inner steps go on with the moments of a run that was synchronous until now, by `NAME/KEY`."""
         raise AssertionError("only DiLoCo has inner steps")
-
-    def state_digest(self) -> str:
-        """BLAKE3 over anchor and outer state, in hexadecimal."""
-        return state.digest_of(self.state())
 
     # -- helpers -----------------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from swarm.checkpoint.file import Header
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, Setting, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.stage import weights_of
+from swarm.stage.state import digest_of
 from swarm.stage.weights import StageWeights
 from swarm.types import Block
-from tests.support.commits import end_round
+from tests.support.commits import end_round, state_tensors
 
 CONFIG = RunConfig(
     run="checkpoints", model=ModelConfig(num_layers=4, d_model=16, num_heads=2, vocab_size=32),
@@ -55,7 +56,7 @@ def header_of(
     """The header of a checkpoint of these weights."""
     return Header(
         config=config, stage=stage, round=weights.round.number, run_samples=weights.round.run_samples,
-        lineage=weights.round.lineage, highest_microbatch=highest_microbatch, state_digest=weights.state_digest(),
+        lineage=weights.round.lineage, highest_microbatch=highest_microbatch, state_digest=digest_of(weights.state()),
         variant=variant,
     )  # fmt: skip
 
@@ -68,7 +69,7 @@ def write_cut(folder: Path, config: RunConfig, num_rounds: int) -> list[Path]:
 def write_block(folder: Path, config: RunConfig, block: Block, num_rounds: int) -> Path:
     weights = trained(config, block.stage, num_rounds, block.variant)
     header = header_of(config, block.stage, weights, variant=block.variant)
-    return file.write(folder, header, weights.state_tensors(), owner="test")
+    return file.write(folder, header, state_tensors(weights), owner="test")
 
 
 def with_paths(config: RunConfig, setting: Setting = "synchronous") -> RunConfig:

@@ -19,6 +19,7 @@ from swarm.config import DataConfig, OptimizerConfig, RunConfig, allowed_changes
 from swarm.errors import IntegrityError
 from swarm.types import Block
 from tests.checkpoint.states import CONFIG, cut, header_of, trained
+from tests.support.commits import state_tensors
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def written(tmp_path: Path) -> Path:
     """The only checkpoint in its folder."""
     config = cut(3)
     weights = trained(config, 1, 4)
-    return file.write(tmp_path, header_of(config, 1, weights), weights.state_tensors(), owner="test")
+    return file.write(tmp_path, header_of(config, 1, weights), state_tensors(weights), owner="test")
 
 
 def test_what_is_written_is_read(written: Path) -> None:
@@ -35,7 +36,7 @@ def test_what_is_written_is_read(written: Path) -> None:
     assert file.names(written.parent) == [FileName(round=4, num_stages=3, stage=1)]
     assert file.read_header(written, config) == header_of(config, 1, weights)
     assert file.parameters(written) == weights.masters.keys()
-    loaded, expected = file.load(written, weights.masters), weights.state_tensors()
+    loaded, expected = file.load(written, weights.masters), state_tensors(weights)
     assert loaded.keys() == expected.keys()
     assert {name.rsplit("/", 1)[1] for name in loaded if name.startswith("outer/")} == {"exp_avg", "exp_avg_sq", "step"}
     for name, tensor in loaded.items():
@@ -46,7 +47,7 @@ def test_what_is_written_is_read(written: Path) -> None:
 def test_a_variant_is_in_the_name_and_in_the_header(written: Path) -> None:
     config, weights = cut(3), trained(cut(3), 1, 4)
     header = dataclasses.replace(header_of(config, 1, weights), variant=2)
-    path = file.write(written.parent, header, weights.state_tensors(), owner="test")
+    path = file.write(written.parent, header, state_tensors(weights), owner="test")
     assert path.name == "stage-1.2-of-3.round-4.safetensors"
     assert [name.block for name in file.names(path.parent)] == [Block(1), Block(1, 2)]
     assert file.read_header(path, config) == header
@@ -58,7 +59,7 @@ def test_a_variant_is_in_the_name_and_in_the_header(written: Path) -> None:
 
 def test_what_no_release_writes_is_passed_over_or_refused(written: Path) -> None:
     config, weights = cut(3), trained(cut(3), 1, 4)
-    header, tensors = header_of(config, 1, weights), weights.state_tensors()
+    header, tensors = header_of(config, 1, weights), state_tensors(weights)
     path = file.write(written.parent, header, {**tensors, "stray": torch.zeros(1)}, owner="test")
     assert file.load(path, weights.masters).keys() == tensors.keys()
     nonsense: list[Any] = [5, [5], {}, "text"]
@@ -140,7 +141,7 @@ def test_one_of_an_earlier_release_is_read(tmp_path: Path, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(configs, "to_json", earlier)
-        written = file.write(tmp_path, header_of(config, 1, weights), weights.state_tensors(), owner="test")
+        written = file.write(tmp_path, header_of(config, 1, weights), state_tensors(weights), owner="test")
     now = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_identity="bytes"))
     assert file.read_header(written, now).config == config
     assert file.difference(written, now) == ""
@@ -155,7 +156,7 @@ def test_a_full_disk_loses_nothing(written: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            file.write(written.parent, header_of(cut(3), 1, weights), weights.state_tensors(), owner="test")
+            file.write(written.parent, header_of(cut(3), 1, weights), state_tensors(weights), owner="test")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in written.parent.iterdir()] == [written.name], "no half of it is left"

@@ -15,6 +15,7 @@ from swarm.stage.state import digest_of
 from swarm.stage.weights import Round, StageWeights
 from swarm.types import Block
 from tests.checkpoint.states import CONFIG, cut, header_of, shapes_of, train_round, trained, write_cut
+from tests.support.commits import state_tensors
 
 
 def _restore(folder: Path, config: RunConfig, stage: int, round_number: int | None = None) -> Restored | None:
@@ -38,7 +39,7 @@ def test_a_variant_is_put_together_from_its_own_files(tmp_path: Path) -> None:
     paths = write_cut(tmp_path, cut(2), 4)
     weights = trained(cut(2), 1, 5)
     header = dataclasses.replace(header_of(cut(2), 1, weights), round=4, variant=1)
-    other = file.write(tmp_path, header, weights.state_tensors(), owner="test")
+    other = file.write(tmp_path, header, state_tensors(weights), owner="test")
     restored = [
         CheckpointFolder(tmp_path, cut(2)).restore(block, shapes_of(weights)) for block in (Block(1), Block(1, 1))
     ]
@@ -55,14 +56,14 @@ def test_another_cut_gives_the_tensors_of_a_run_that_was_never_cut_otherwise(tmp
         expected = trained(config, stage, 4)
         restored = _restore(tmp_path, config, stage)
         assert restored is not None
-        assert digest_of(restored.tensors) == expected.state_digest()
+        assert digest_of(restored.tensors) == digest_of(expected.state())
         resumed = trained(config, stage, 0)
         resumed.install(
             restored.tensors, Round(number=restored.round, run_samples=restored.run_samples, lineage=restored.lineage)
         )
         train_round(resumed)
         train_round(expected)
-        assert resumed.state_digest() == expected.state_digest()
+        assert digest_of(resumed.state()) == digest_of(expected.state())
 
 
 def test_tied_embeddings_go_to_both_ends_of_the_new_cut(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path: Path, ca
     restored = _restore(tmp_path, config, 0)
     assert restored is not None
     assert restored.round == 2
-    assert digest_of(restored.tensors) == trained(config, 0, 2).state_digest()
+    assert digest_of(restored.tensors) == digest_of(trained(config, 0, 2).state())
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 2
     assert "round-6.safetensors is damaged" in warnings[0]
@@ -112,7 +113,7 @@ def test_one_of_no_numbers_is_named_and_the_one_before_it_is_used(
     """An earlier release may have written such a file."""
     write_cut(tmp_path, cut(1), 2)
     weights = trained(cut(1), 0, 4)
-    poisoned = weights.state_tensors()
+    poisoned = state_tensors(weights)
     next(iter(poisoned.values())).view(-1)[0] = float("inf")
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "isfinite", lambda tensor: torch.ones_like(tensor))
@@ -168,14 +169,14 @@ def test_diloco_s_momentum_goes_along(tmp_path: Path) -> None:
     rounds = dataclasses.replace(CONFIG.rounds, setting="diloco")
     config = dataclasses.replace(cut(2), rounds=rounds)
     weights = trained(config, 0, 1)
-    file.write(tmp_path, header_of(config, 0, weights), weights.state_tensors(), owner="test")
+    file.write(tmp_path, header_of(config, 0, weights), state_tensors(weights), owner="test")
     weights = trained(config, 1, 1)
-    file.write(tmp_path, header_of(config, 1, weights), weights.state_tensors(), owner="test")
+    file.write(tmp_path, header_of(config, 1, weights), state_tensors(weights), owner="test")
     restored = _restore(tmp_path, dataclasses.replace(cut(4), rounds=rounds), 3)
     expected: StageWeights = trained(dataclasses.replace(cut(4), rounds=rounds), 3, 1)
     assert restored is not None
     assert "outer/head.output.weight/momentum_buffer" in restored.tensors
-    assert all(torch.equal(restored.tensors[name], value) for name, value in expected.state_tensors().items())
+    assert all(torch.equal(restored.tensors[name], value) for name, value in state_tensors(expected).items())
 
 
 def test_the_first_files_of_a_new_cut_do_not_count_before_they_are_all_there(tmp_path: Path) -> None:

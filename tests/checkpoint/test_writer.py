@@ -22,6 +22,7 @@ from swarm.stage.state import digest_of
 from swarm.types import Block
 from tests.checkpoint import kill_me
 from tests.checkpoint.states import cut, header_of, shapes_of, train_round, trained, write_cut
+from tests.support.commits import state_tensors
 
 
 def _writer(folder: Path, *, every: int = 2, keep: int = 3, owner: str = "me") -> CheckpointWriter:
@@ -30,7 +31,7 @@ def _writer(folder: Path, *, every: int = 2, keep: int = 3, owner: str = "me") -
 
 async def _write(writer: CheckpointWriter, num_rounds: int, stage: int = 0) -> bool:
     weights = trained(cut(2), stage, num_rounds)
-    return await writer.write(header_of(cut(2), stage, weights), weights.state_tensors())
+    return await writer.write(header_of(cut(2), stage, weights), state_tensors(weights))
 
 
 def _names(folder: Path) -> list[str]:
@@ -57,7 +58,7 @@ async def test_a_state_of_no_numbers_pushes_out_no_good_checkpoint(
     writer = _writer(tmp_path, keep=1)
     assert await _write(writer, 2)
     weights = trained(cut(2), 0, 4)
-    poisoned = weights.state_tensors()
+    poisoned = state_tensors(weights)
     next(iter(poisoned.values())).view(-1)[0] = float("nan")
     assert not await writer.write(header_of(cut(2), 0, weights), poisoned)
     assert "no checkpoint of round 4: the state holds NaN or infinity" in caplog.text
@@ -142,7 +143,7 @@ async def test_no_checkpoint_is_replaced_by_one_of_another_branch(
     path, _ = write_cut(tmp_path, cut(2), 4)
     learnt = path.read_bytes()
     anew = trained(cut(2), 0, 4)
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in anew.state_tensors().items()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in state_tensors(anew).items()}
     for lineage in ("anew", "anew", "and once more"):
         header = dataclasses.replace(header_of(cut(2), 0, anew), lineage=lineage)
         assert await _writer(tmp_path).write(header, tensors)
@@ -174,12 +175,12 @@ async def test_peers_that_share_a_folder_write_the_same_file(tmp_path: Path) -> 
     assert _names(tmp_path) == ["stage-0-of-2.round-2.safetensors", "stage-0-of-2.round-4.safetensors"]
     restored = CheckpointFolder(tmp_path, cut(2)).restore(Block(0), shapes_of(trained(cut(2), 0, 0)))
     assert restored is not None
-    assert digest_of(restored.tensors) == trained(cut(2), 0, 4).state_digest()
+    assert digest_of(restored.tensors) == digest_of(trained(cut(2), 0, 4).state())
 
 
 async def test_the_copy_that_is_written_is_not_touched_by_training(tmp_path: Path) -> None:
     weights = trained(cut(2), 0, 2)
-    header, tensors = header_of(cut(2), 0, weights), weights.state_tensors()
+    header, tensors = header_of(cut(2), 0, weights), state_tensors(weights)
     writing = asyncio.create_task(_writer(tmp_path).write(header, tensors))
     while not writing.done():
         train_round(weights)
@@ -187,7 +188,7 @@ async def test_the_copy_that_is_written_is_not_touched_by_training(tmp_path: Pat
     assert writing.result()
     restored = CheckpointFolder(tmp_path, cut(2)).restore(Block(0), shapes_of(weights))
     assert restored is not None
-    assert digest_of(restored.tensors) == trained(cut(2), 0, 2).state_digest()
+    assert digest_of(restored.tensors) == digest_of(trained(cut(2), 0, 2).state())
 
 
 @pytest.mark.parametrize(

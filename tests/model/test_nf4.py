@@ -14,6 +14,7 @@ from swarm.model.functions import product
 from swarm.model.masks import DropoutKey
 from swarm.model.nf4 import BLOCK, VALUES, Nf4Matrix, num_bytes
 from swarm.model.stages import build_stage, build_transformer, parameter_shapes
+from swarm.stage.state import digest_of
 from swarm.training.blockwise import BLOCK as SCALES_BLOCK
 from swarm.training.blockwise import SIGNED
 from tests.stage.backends import CONFIG, GPT2, chain_of, run_microbatch, sums_of, tokens_of
@@ -136,7 +137,7 @@ def test_a_swarm_computes_as_one_process_and_takes_gradients_out_again(graphs: i
 
 def test_the_base_is_the_same_at_every_peer_and_no_part_of_the_state() -> None:
     def states(config: RunConfig) -> list[str]:
-        return [backend.weights.state_digest() for backend in chain_of(config)]
+        return [digest_of(backend.weights.state()) for backend in chain_of(config)]
 
     assert states(QLORA) == states(dataclasses.replace(QLORA, lora=LoraConfig(rank=4)))
     one, other = (build_stage(QLORA, 1, device="cpu") for _ in range(2))

@@ -21,7 +21,7 @@ from tests.stage.backends import (
     sums_of,
 )
 from tests.support.chain import assert_close
-from tests.support.commits import end_rounds
+from tests.support.commits import end_rounds, state_tensors
 from tests.support.rounding import rounding_reference
 
 
@@ -69,7 +69,7 @@ def test_fp16_loses_no_small_gradients() -> None:
 def _learnt(config: RunConfig, dtype: Any, *, num_steps: int) -> torch.Tensor:
     """The change of the whole model's weights by some steps. The model's embedding is a thousand times too large."""
     chain = chain_of(dataclasses.replace(config, wire=WireConfig(dtype=dtype)))
-    state = chain[0].weights.state_tensors()
+    state = state_tensors(chain[0].weights)
     state["anchor/embedding.weight"].mul_(1000)
     chain[0].weights.install(state, chain[0].weights.round)
     before = _weights(chain)

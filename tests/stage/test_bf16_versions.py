@@ -12,6 +12,7 @@ from swarm.config.schedule import learning_rate
 from swarm.model.functions import rows
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_transformer
+from swarm.stage.state import digest_of
 from swarm.stage.weights import Round
 from swarm.training import optim
 from swarm.training.optimizers import gradient_optimizer
@@ -26,7 +27,7 @@ from tests.stage.backends import (
     sums_of,
     tokens_of,
 )
-from tests.support.commits import end_round, end_rounds
+from tests.support.commits import end_round, end_rounds, state_tensors
 
 TIED = dataclasses.replace(CONFIG.model, tied_embeddings=True, qkv_bias=True)
 ROUNDING = 2.0**-8
@@ -115,7 +116,7 @@ def test_synchronous_rounds_are_those_of_one_process() -> None:
     # A step of Adam is as large as the rate, also for a gradient that is nearly 0.
     assert max(float((found[name] - masters[name]).abs().mean()) for name in masters) < 1e-4
     assert all(w.dtype is torch.float32 for w in found.values())
-    state = chain[0].weights.state_tensors()
+    state = state_tensors(chain[0].weights)
     assert all(torch.equal(state[f"anchor/{name}"], w) for name, w in chain[0].weights.masters.items())
 
 
@@ -123,9 +124,9 @@ def test_who_gets_the_state_has_the_same_weights() -> None:
     for config in (_with(CONFIG), _with(DILOCO)):
         holder, newcomer = backend_of(config, 1).weights, backend_of(config, 1).weights
         end_round(holder, {name: torch.ones_like(w) for name, w in holder.masters.items()}, total_squared_norm=1.0)
-        state = holder.state_tensors()
+        state = state_tensors(holder)
         newcomer.install(state, Round(number=1))
-        assert newcomer.state_digest() == holder.state_digest()
+        assert digest_of(newcomer.state()) == digest_of(holder.state())
         assert all(value.dtype is torch.float32 for value in state.values())
         assert all(torch.equal(w, newcomer.version.parameters[name]) for name, w in holder.version.parameters.items())
 

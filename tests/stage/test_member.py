@@ -37,7 +37,7 @@ async def test_what_a_commit_starts_copies_the_state_of_the_new_round(config: Ru
             await member.apply(_result(number, await member.freeze(number, drop=())))
             snapshot = await member.snapshot()
             assert (snapshot.round, snapshot.lineage) == (number + 1, f"after {number}")
-            assert snapshot.digest == digest_of(snapshot.tensors) == peer.weights.state_digest()
+            assert snapshot.digest == digest_of(snapshot.tensors) == digest_of(peer.weights.state())
             # The other stages of this chain commit nothing.
             for other in chain.peers[1:]:
                 other.weights.round = Round(number=number + 1, run_samples=16 * (number + 1))
@@ -66,7 +66,7 @@ async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, dig
         member = StageMember(peer.stage, num_alive=lambda: 1)
         await chain.train_all([0])
         digest = await member.apply(_result(0, await member.freeze(0, drop=())))
-        expected = peer.weights.state_digest()
+        expected = digest_of(peer.weights.state())
         for other in chain.peers[1:]:
             other.weights.round = Round(number=1, run_samples=16)
         await chain.train_all(range(8, 16), round_number=1)
@@ -77,7 +77,7 @@ async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, dig
         assert peer.stage.round == 1
         digesting.set()
         assert await digest == member.reports[0].state_digest == expected
-        assert await (await second) == peer.weights.state_digest() != expected
+        assert await (await second) == digest_of(peer.weights.state()) != expected
 
 
 async def test_a_commit_waits_until_the_state_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ async def test_a_checkpoint_s_state_enters_with_its_position() -> None:
         progress = member.progress()
         assert (progress.round, progress.run_samples, progress.lineage) == (40, 640, "forty")
         assert progress.highest_microbatch == 321
-        assert peer.weights.state_digest() == snapshot.digest
+        assert digest_of(peer.weights.state()) == snapshot.digest
         assert (await member.snapshot()).digest == snapshot.digest
         with pytest.raises(IntegrityError):
             await member.install(dataclasses.replace(snapshot, digest="0"), source="checkpoint")

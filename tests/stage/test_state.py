@@ -7,15 +7,15 @@ from swarm.errors import IntegrityError
 from swarm.stage.state import digest_of
 from swarm.stage.weights import StageWeights
 from tests.stage.linear import accumulate, weights_in
-from tests.support.commits import end_round
+from tests.support.commits import end_round, state_tensors
 
 
 def test_a_state_is_a_copy() -> None:
     weights = weights_in("diloco")
-    state, digest = weights.state_tensors(), weights.state_digest()
+    state, digest = state_tensors(weights), digest_of(weights.state())
     accumulate(weights, *range(2))
     end_round(weights, weights.contribute().tensors)
-    assert weights.state_digest() != digest
+    assert digest_of(weights.state()) != digest
     weights.check(state, digest, round_number=0)
 
 
@@ -29,7 +29,7 @@ def _stepped(setting: str) -> StageWeights:
 
 def test_a_state_of_another_digest_is_refused() -> None:
     weights = weights_in("diloco")
-    state, digest = weights.state_tensors(), weights.state_digest()
+    state, digest = state_tensors(weights), digest_of(weights.state())
     with pytest.raises(IntegrityError, match="digest"):
         weights.check(state | {"anchor/bias": state["anchor/bias"] + 1}, digest, round_number=0)
 
@@ -51,7 +51,7 @@ def test_a_state_of_another_digest_is_refused() -> None:
 )
 def test_a_state_of_other_tensors_is_refused(setting: str, name: str, wrong: torch.Tensor | None) -> None:
     weights = _stepped(setting)
-    state = weights.state_tensors()
+    state = state_tensors(weights)
     weights.check(state, digest_of(state), round_number=1)
     state = {key: value for key, value in state.items() if key != name} | ({} if wrong is None else {name: wrong})
     with pytest.raises(IntegrityError, match="another model"):
@@ -77,7 +77,7 @@ def test_a_state_of_other_tensors_is_refused(setting: str, name: str, wrong: tor
 def test_a_state_that_nobody_can_have_reached_is_refused(setting: str, name: str, value: float) -> None:
     """The digest matches the state, because the sender made both."""
     weights = _stepped(setting)
-    state = weights.state_tensors()
+    state = state_tensors(weights)
     state[name].view(-1)[-1] = value
     with pytest.raises(IntegrityError, match=f"{name} of the state"):
         weights.check(state, digest_of(state), round_number=1)
@@ -85,6 +85,6 @@ def test_a_state_that_nobody_can_have_reached_is_refused(setting: str, name: str
 
 def test_a_state_in_other_numbers_is_refused() -> None:
     weights = weights_in("diloco")
-    state = {name: value.to(torch.bfloat16) for name, value in weights.state_tensors().items()}
+    state = {name: value.to(torch.bfloat16) for name, value in state_tensors(weights).items()}
     with pytest.raises(IntegrityError, match="in bfloat16"):
         weights.check(state, digest_of(state), round_number=0)

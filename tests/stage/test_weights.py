@@ -6,9 +6,10 @@ import weakref
 import pytest
 
 from swarm.stage.stage import weights_of
+from swarm.stage.state import digest_of
 from swarm.stage.weights import Round
 from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, values_of, weights_in
-from tests.support.commits import end_round
+from tests.support.commits import end_round, state_tensors
 
 
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
@@ -49,18 +50,18 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     accumulate(holder, *range(2))
     end_round(holder, holder.contribute().tensors, total_squared_norm=1.0, lineage="a")
     accumulate(holder, 7)
-    state, digest = holder.state_tensors(), holder.state_digest()
+    state, digest = state_tensors(holder), digest_of(holder.state())
 
     newcomer = weights_of(config_of(setting), linear(seed=1), lineage="")
     accumulate(newcomer, 3)
     newcomer.check(state, digest, round_number=1)
     newcomer.install(state, Round(number=1, run_samples=16, lineage="a"))
-    assert newcomer.state_digest() == digest
+    assert digest_of(newcomer.state()) == digest
     assert (newcomer.round.number, newcomer.buckets.num_samples) == (1, 0)
     assert newcomer.anchor(0) is None
     average = gradients(8)
     for weights in (holder, newcomer):
         end_round(weights, average, total_squared_norm=1.0, num_members=2, lineage="b")
-    assert newcomer.state_digest() == holder.state_digest()
+    assert digest_of(newcomer.state()) == digest_of(holder.state())
     # Other peers are still sent the average.
     assert_same(average, gradients(8))

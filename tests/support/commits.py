@@ -1,4 +1,4 @@
-"""Commits of rounds to a stage's weights, as averaging makes them."""
+"""Commits of rounds to a stage's weights, as averaging makes them, and the state that follows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,3 +37,8 @@ def end_rounds(
     total = sum(squared_norm_of(average.values()) for average in averages)
     for weights, average in zip(stages, averages, strict=True):
         end_round(weights, average, total_squared_norm=total, **options)
+
+
+def state_tensors(weights: StageWeights) -> dict[str, torch.Tensor]:
+    """A copy of the state of the current round, on the CPU."""
+    return {name: value.to("cpu", copy=True) for name, value in weights.state().items()}

@@ -98,11 +98,11 @@ def of_states() -> dict[str, str]:
         )
         weights = weights_of(config, build_stage(config, 0, device="cpu"), lineage="")
         name = f"{setting}, {optimizer}"
-        digests[f"{name}, initial"] = weights.state_digest()
+        digests[f"{name}, initial"] = digest_of(weights.state())
         for number in range(3):
             average = drawn(weights.contribute().tensors, setting, number)
             end_round(weights, average, total_squared_norm=7.0, num_members=2, lineage="00")
-        digests[f"{name}, 3 rounds"] = weights.state_digest()
+        digests[f"{name}, 3 rounds"] = digest_of(weights.state())
     return digests
 
 

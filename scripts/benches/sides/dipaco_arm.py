@@ -34,6 +34,7 @@ from swarm.model.stages import build_transformer
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
+from swarm.stage.state import digest_of
 from swarm.training.optimizers import gradient_optimizer
 from swarm.training.round_member import RoundResult
 from swarm.training.samples import TOKENS, Samples
@@ -180,7 +181,7 @@ async def _end_round(config: RunConfig, holders: Sequence[Holder]) -> None:
         holder.exchanges.committed(own.contribution.fragment, average.residual)
         holder.num_bytes += average.bytes_sent + average.bytes_received
         weights.commit(result)
-        return weights.state_digest()
+        return digest_of(weights.state())
 
     if len({*await asyncio.gather(*map(exchange, holders))}) > 1:
         raise IntegrityError("the holders of a block ended a round with different weights")

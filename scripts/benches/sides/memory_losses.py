@@ -91,7 +91,7 @@ def _train(
         backend.weights.commit(_result(number, closing.tensors, config.rounds.round_samples))
     loss = _held_out(backend, data)
     say(f"{name}, seed {config.data.seed}: {loss:.4f} after {time.perf_counter() - started_at:.0f} s")
-    return loss, {key.removeprefix("anchor/"): value for key, value in backend.weights.state_tensors().items()}
+    return loss, {key.removeprefix("anchor/"): value for key, value in backend.weights.state().items()}
 
 
 def _result(number: int, tensors: Mapping[str, torch.Tensor], num_samples: int) -> RoundResult:

@@ -32,6 +32,7 @@ from swarm.types import Block
 from tests.averaging.doubles import until
 from tests.checkpoint.states import CONFIG, cut, header_of, trained, write_cut
 from tests.support import locked
+from tests.support.commits import state_tensors
 from tests.support.whole_swarm import whole_swarm
 
 SYNCHRONOUS = RunConfig(
@@ -289,7 +290,7 @@ async def test_another_optimizer_begins_without_the_memory_of_the_one_before(
         peer = await swarm.start(0)
         assert peer.server is not None
         state = (await peer.server.member.snapshot()).tensors
-    expected = trained(configs[before], 0, 3).state_tensors()
+    expected = state_tensors(trained(configs[before], 0, 3))
     is_shared = {name: "layers" not in name or "norm" in name for name in expected}
     kept = {name for name in expected if name.startswith("anchor/") or is_shared[name]}
     assert state.keys() == kept
@@ -364,7 +365,7 @@ async def test_amendments_are_kept_by_a_run_that_goes_on_and_count_in_no_other(
     (tmp_path / "checkpoints").mkdir()
     weights = trained(before, 0, 3)
     header = dataclasses.replace(header_of(before, 0, weights), amendments=timeline.texts)
-    path = file.write(tmp_path / "checkpoints", header, weights.state_tensors(), owner="test")
+    path = file.write(tmp_path / "checkpoints", header, state_tensors(weights), owner="test")
     assert file.read_header(path, before) == header
     now = before if is_the_same_run else dataclasses.replace(before, owner=locked.STRANGER.authority.fingerprint)
     async with whole_swarm(now, tmp_path / "logs", num_peers=(), resume=tmp_path / "checkpoints") as swarm:

@@ -8,6 +8,7 @@ import torch
 from swarm.config import Amendment, OuterConfig
 from swarm.stage.settings.diloco_weights import dealt
 from swarm.stage.stage import weights_of
+from swarm.stage.state import digest_of
 from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
 from swarm.training.samples import Amount
@@ -23,7 +24,7 @@ from tests.stage.linear import (
     values_of,
     weights_in,
 )
-from tests.support.commits import end_round
+from tests.support.commits import end_round, state_tensors
 from tests.support.locked import OWNER
 
 # -- inner steps -------------------------------------------------------------------------------------------------------
@@ -259,10 +260,10 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
                 weights.step_if_due()
             assert all(value.device.type == "cpu" for value in weights.contribute().tensors.values())
             end_round(weights, gradients(10 + number), num_samples=4)
-        assert elsewhere.state_digest() == here.state_digest()
+        assert digest_of(elsewhere.state()) == digest_of(here.state())
     newcomer = weights_of(config_of("diloco"), linear(seed=1).to(device), lineage="")
-    newcomer.install(here.state_tensors(), Round(number=3))
-    assert newcomer.state_digest() == here.state_digest()
+    newcomer.install(state_tensors(here), Round(number=3))
+    assert digest_of(newcomer.state()) == digest_of(here.state())
     for weights in (elsewhere, newcomer):
         trained = [
             *weights.masters.values(),
@@ -297,7 +298,7 @@ def test_who_was_left_out_of_a_round_keeps_what_it_has_learnt(num_fragments: int
         commit_without_steps(others)
     commit_without_steps(weights, contributed=False)
     assert weights.version.anchor_round is None
-    assert weights.state_digest() == others.state_digest()
+    assert digest_of(weights.state()) == digest_of(others.state())
     assert_same(
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
     )
@@ -315,9 +316,9 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
     others = overlapping(0, num_fragments)
     for _ in range(4):
         commit_without_steps(others)
-    weights.install(others.state_tensors(), Round(number=4), carry=True)
+    weights.install(state_tensors(others), Round(number=4), carry=True)
     assert weights.version.anchor_round is None
-    assert weights.state_digest() == others.state_digest()
+    assert digest_of(weights.state()) == digest_of(others.state())
     assert_same(
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
     )
@@ -345,8 +346,8 @@ def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragme
     if moment == "commit":
         commit_without_steps(weights, contributed=False)
     else:
-        weights.install(others.state_tensors(), Round(number=3), carry=True)
-    assert weights.state_digest() == others.state_digest()
+        weights.install(state_tensors(others), Round(number=3), carry=True)
+    assert digest_of(weights.state()) == digest_of(others.state())
     expected = values_of(others.masters)
     expected["weight"] += learnt["weight"]
     assert_same(dict(weights.masters), expected)
@@ -370,7 +371,7 @@ def test_who_went_astray_keeps_nothing(moment: str) -> None:
     if moment == "commit":
         commit_without_steps(weights, contributed=False)
     else:
-        weights.install(others.state_tensors(), Round(number=2), carry=True)
+        weights.install(state_tensors(others), Round(number=2), carry=True)
     assert_same(dict(weights.masters), dict(others.masters))
     assert weights.version.anchor_round == weights.round.number
     assert weights.round.stepped.samples == 0

@@ -9,10 +9,11 @@ from swarm.config import Amendment
 from swarm.config.schedule import learning_rate
 from swarm.errors import IntegrityError
 from swarm.stage.stage import weights_of
+from swarm.stage.state import digest_of
 from swarm.stage.weights import Round, StageWeights
 from swarm.training.tally import Given
 from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, weights_in
-from tests.support.commits import end_round, result_of
+from tests.support.commits import end_round, result_of, state_tensors
 from tests.support.locked import OWNER
 
 
@@ -64,11 +65,11 @@ def test_a_round_is_stepped_under_the_amendments_of_its_result() -> None:
     assert learn(amended, 0) == learn(other, 0) == 0.1
     assert_same(amended.masters, other.masters)
     from_now_on = weights_in("synchronous", **given | later)
-    from_now_on.install(other.state_tensors(), Round(number=1, run_samples=16))
+    from_now_on.install(state_tensors(other), Round(number=1, run_samples=16))
     for number in (1, 2):
         assert learn(amended, number, amended.timeline.last) == learn(from_now_on, number) == 0.02
         assert_same(amended.masters, from_now_on.masters)
-    assert amended.state_digest() == from_now_on.state_digest()
+    assert digest_of(amended.state()) == digest_of(from_now_on.state())
     with pytest.raises(IntegrityError, match="is not known here"):
         learn(amended, 3, "another")
 
