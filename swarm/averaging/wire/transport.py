@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -160,14 +161,11 @@ class Transport:
         """Fetch a stage's average of the parameters that it and this one hold, `reply_bytes` long."""
         encoded = Received(reply_bytes)
         stub: Any = self._stub(peer, bulk=True)
+        # The call's own deadline is for all pieces together.
         call = stub.Shared(request, timeout=timeout_seconds)
-        try:
-            async for reply in call:
+        async with aclosing(download(call, peer.peer_id, silence_seconds=timeout_seconds)) as replies:
+            async for reply in replies:
                 encoded.add(reply.data)
-        except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
-        finally:
-            call.cancel()
         return encoded.whole()
 
     def download(
