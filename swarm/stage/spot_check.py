@@ -91,8 +91,8 @@ class SpotCheck:
         self.own = OwnAnswers(stage, sign)
         self._is_drifting = not self._config.rounds.synchronous
         """Whether the peers of the block have other weights within a round."""
-        self._drift, self._anchored = Drift(), Drift()
-        """What is usual later in a round, and of answers that were computed with its anchor."""
+        self._drift = Drift()
+        """What is usual later in a round."""
         self._unlike = defaultdict[str, set[int]](set)
         """By peer, the microbatches of which its answers were found unlike this peer's. Each that is found like them
         takes one away."""
@@ -282,15 +282,14 @@ class SpotCheck:
         for name, download in ((OUTPUT, again.hidden), (GRADIENT, again.gradient)):
             if download is not None:
                 told_and_made[name] = decode(tensors[name]), decode(download.wait())
-        for name, (told, made) in told_and_made.items() if is_exact else ():
+        if not is_exact:
+            came = {OUTPUT: decode(tensors[HIDDEN])} if HIDDEN in tensors else {}
+            found = {name: Likeness.of(*pair, came.get(name)) for name, pair in told_and_made.items()}
+            return self._drift.fault(request.checked_id, found), False
+        for name, (told, made) in told_and_made.items():
             share = share_of_difference(told, made)
             if not share <= TOLERANCE:
                 return f"its {name} differs by {share:.0%} from what follows from its inputs", True
-        if self._is_drifting:
-            came = {OUTPUT: decode(tensors[HIDDEN])} if HIDDEN in tensors else {}
-            found = {name: Likeness.of(*pair, came.get(name)) for name, pair in told_and_made.items()}
-            reason = (self._anchored if is_exact else self._drift).fault(request.checked_id, found)
-            return (reason or "", not reason) if is_exact else (reason, False)
         # Another round may have begun here, whose signs are others.
         if signed_N is not None and sketch is not None and backend.weights.sketch is sketch:
             share = share_of_difference(again.sketch.wait(), signed_N)
