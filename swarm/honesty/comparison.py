@@ -214,8 +214,8 @@ def _products(parts: Sequence[torch.Tensor]) -> np.ndarray:
 def _out_of_line(
     products_MM: np.ndarray, amounts_M: np.ndarray, factors_M: np.ndarray, num_elements: int, growth: Growth
 ) -> Iterable[tuple[int, str, bool]]:  # fmt: skip
-    """The members that are out of line, in what, and whether clearly. So many times as long as usual, at the most, each
-    may be whatever the deviation."""
+    """The members that are out of line, in what, and whether clearly. `factors_M` tells up to how many times the usual
+    length each is in line, whatever the deviation."""
     norms_M = np.sqrt(products_MM.diagonal())
     shares_M = amounts_M / np.median(amounts_M)
     scaled_M = norms_M / shares_M**growth.power

@@ -41,13 +41,13 @@ class Newcomers:
 
     Attributes:
         round_number: gives the number of the round.
-        starts: gives a word for each peer that changes when the peer begins anew, as far as it is known.
+        starts: gives a text for each peer that changes when the peer begins anew, as far as that is known.
     """
 
     round_number: Callable[[], int]
     starts: Callable[[], Mapping[str, str]]
     _met: dict[str, tuple[str, int, int]] = field(default_factory=dict, init=False)
-    """The word of each member, the round in which it was met first, and the last one."""
+    """The text of each member, the round in which it was met first, and the last one."""
 
     def among(self, members: Collection[str]) -> Collection[str]:
         """The newcomers among the members of the round's exchange."""
