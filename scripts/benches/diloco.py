@@ -27,7 +27,6 @@ from scripts.benches.sides.diloco_arm import ARMS, run_config
 
 COMPARISONS = {
     "synchronous_vs_single": ("synchronous", "single", 0.001), "h50_vs_synchronous": ("h50", "synchronous", 0.02),
-    "four_half_vs_synchronous": ("four-half", "synchronous", 0.02),
     "int8_h50_vs_synchronous": ("int8", "synchronous", 0.01), "churn_cost": ("churn", "four", 0.01),
     "overlap_cost": ("overlap", "h50", 0.01), "sparse_vs_int8": ("sparse-h10", "int8-h10", 0.01),
 }  # fmt: skip

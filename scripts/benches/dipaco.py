@@ -11,8 +11,7 @@ with 1, 4, 4 and 1 variants by DiLoCo (sides/dipaco_arm). What makes the compari
   gives, and what it is better by than `dense` is what the parameters give.
 - `dense` has the size of one path, and `total` has all layers of all variants one after another, in every token's way.
 - `single` is a dense model of one path's size in one process that takes as many steps as a path does. It is the paper's
-  baseline: what the owner of one machine has without the others. `alone` takes all steps of all 16 peers one after
-  another: 16 times as many, which no number of machines makes faster.
+  baseline: what the owner of one machine has without the others.
 """
 
 import itertools
@@ -71,7 +70,7 @@ class Arm:
 
 ARMS: Mapping[str, Arm] = {
     "total": Arm(layers=sum(VARIANTS)), "routed": Arm(variants=True), "random": Arm(variants=True, is_random=True),
-    "dense": Arm(), "single": Arm(num_peers=0, num_paths=1), "alone": Arm(num_peers=0),
+    "dense": Arm(), "single": Arm(num_peers=0, num_paths=1),
 }  # fmt: skip
 
 
@@ -83,8 +82,8 @@ class Options(OutputOptions):
     """Seeds of data, router and initial weights: 0, 1, ..."""
     arms: tuple[str, ...] = ("total", "routed", "random", "dense", "single")
     """Arms to train: paths with learned or random shards, a dense model of one path's size or of the total size; and
-    one process that trains a dense model: single, for as many steps as a path takes, or alone, for as many as all take.
-    Figures that need other arms are left out."""
+    one process that trains a dense model for as many steps as a path takes. Figures that need other arms are left
+    out."""
     rounds: int = 16
     """Rounds of 8 inner steps of each of 16 peers."""
     d_model: int = 32

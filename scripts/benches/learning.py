@@ -37,7 +37,7 @@ from swarm.types import Block
 SETTINGS: tuple[Setting, ...] = ("synchronous", "diloco")
 PEERS_A_STAGE = 2
 ROUND_SAMPLES, BATCH_SAMPLES, MICROBATCH_SAMPLES = 512, 16, 8
-"""Samples of a DiLoCo round, of a synchronous one, and of a microbatch."""
+"""Samples of a DiLoCo round, of a synchronous round or an inner step, and of a microbatch."""
 POINTS = 20  # Points of a curve
 SHARE_OF_TOKENS = 0.8  # The loss that every side has to reach is that of plain training after this share of its tokens
 
@@ -63,14 +63,10 @@ class Options(BenchOptions):
     """Milliseconds that are added to a call and its answer between any two processes of the swarm."""
     optimizer: Literal["auto", "adamw", "muon"] = "auto"
     """The optimizer of all sides."""
-    inner_batch_samples: int = BATCH_SAMPLES
-    """DiLoCo: samples of an inner step. With 8, each of the two peers of a stage takes as many steps as one process
-    that takes a step on every 16 samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_multiple("d-model", self.d_model, 32)
-        require_multiple("inner-batch-samples", self.inner_batch_samples, MICROBATCH_SAMPLES)
         require_distinct(self, ("settings", "round_trips_ms"))
 
 
@@ -88,7 +84,7 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
         "learning", width=options.d_model, layers=options.num_layers, head_width=32, stages=2, setting=setting,
         length=64, microbatch=MICROBATCH_SAMPLES, dataset=options.dataset, data={"seed": seed},
         round_samples=BATCH_SAMPLES if setting == "synchronous" else ROUND_SAMPLES,
-        rounds={"inner_batch_samples": options.inner_batch_samples}, optimizer={"name": options.optimizer},
+        rounds={"inner_batch_samples": BATCH_SAMPLES}, optimizer={"name": options.optimizer},
     )  # fmt: skip
 
 

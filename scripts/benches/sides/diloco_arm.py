@@ -164,7 +164,7 @@ class DrivenSwarm:
 
 NUM_WORKERS = 2
 INNER_BATCH_SAMPLES = 16
-"""The samples of a microbatch, which are also the samples of one worker's inner step. One arm has half as many."""
+"""The samples of a microbatch, which are also the samples of one worker's inner step."""
 LONGEST_ROUND = 200  # Inner steps a worker and round of the arm with the fewest rounds
 LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 8e-3}
 OUTER = {"learning_rate": 0.7, "momentum": 0.8}  # The best rate and momentum that a short search found
@@ -182,7 +182,6 @@ class Arm:
     kind: Literal["single", "synchronous", "diloco"] = "diloco"
     inner_steps: int = 50
     num_workers: int = NUM_WORKERS
-    batch_samples: int = INNER_BATCH_SAMPLES
     learning_rate: float | None = None
     churn: bool = False
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -203,8 +202,6 @@ ARMS: Mapping[str, Arm] = {
     "dct-topk": Arm(changes={"averaging": DCT, "outer": NO_MOMENTUM}),
     "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
     "four": Arm(num_workers=4),
-    # Each of the four workers then takes as many steps as each of two workers with the whole batch.
-    "four-half": Arm(num_workers=4, batch_samples=INNER_BATCH_SAMPLES // 2),
     "churn": Arm(num_workers=4, churn=True),
     "int8-h10": Arm(
         inner_steps=10,
@@ -237,10 +234,10 @@ def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunC
     more |= {section: {**more[section], **changes} for section, changes in arm.changes.items()}
     return run_of(
         "diloco", width=32, layers=2, head_width=16, setting="diloco" if arm.kind == "diloco" else "synchronous",
-        length=32, microbatch=arm.batch_samples, round_samples=arm.num_workers * arm.inner_steps * arm.batch_samples,
-        dataset=dataset, data={"seed": seed, "held_out_fraction": 0.02},
-        rounds={"inner_batch_samples": arm.batch_samples}, optimizer=optimizer, outer=more["outer"],
-        averaging=more["averaging"],
+        length=32, microbatch=INNER_BATCH_SAMPLES,
+        round_samples=arm.num_workers * arm.inner_steps * INNER_BATCH_SAMPLES, dataset=dataset,
+        data={"seed": seed, "held_out_fraction": 0.02}, rounds={"inner_batch_samples": INNER_BATCH_SAMPLES},
+        optimizer=optimizer, outer=more["outer"], averaging=more["averaging"],
     )  # fmt: skip
 
 
