@@ -1,8 +1,8 @@
 """How small, how exact and how fast are the codecs that averaging can use?
 
-Error and size of `topk` are measured on pseudo-gradients of a small model, and on two distributions, against the format
-of the templar trainer (the same elements with four levels of each tensor's statistics). Its speed is compared with
-hivemind's uniform 8 bits, in turns, in processor seconds of one thread.
+Error and size of `topk` are measured on pseudo-gradients of a small model, against the format of the templar trainer
+(the same elements with four levels of each tensor's statistics). Its speed is compared with hivemind's uniform 8 bits,
+in turns, in processor seconds of one thread.
 """
 
 import copy
@@ -34,7 +34,6 @@ CODECS = {
     "topk-lut8-12bit": AveragingConfig(codec="topk", values="lut8", indices="12bit"),
     "dct-topk-lut8-12bit": AveragingConfig(codec="dct-topk", values="lut8", indices="12bit"),
 }
-DISTRIBUTION_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,8 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     compute_like_peers()
-    tensors = [_compare(name, parts) for name, parts in _tensors(options)]
+    gradients = enumerate(_pseudo_gradients(options), start=1)
+    tensors = [_compare(f"pseudo-gradient {order}", gradient) for order, gradient in gradients]
     vector_N = torch.randn(options.num_elements, generator=torch.Generator().manual_seed(0))
     speeds = _speed_ratios(vector_N, options.repetitions)
     codecs = {name: _measure(name, config, vector_N, options.repetitions) for name, config in CODECS.items()}
@@ -63,20 +63,6 @@ def _config(options: Options) -> RunConfig:
         "codecs", width=256, layers=4, stages=3, length=128, microbatch=8, round_samples=16, dataset=options.dataset,
         data={"max_tokens": 4_000_000}, optimizer={"learning_rate": 1e-3, "warmup_samples": 160},
     )  # fmt: skip
-
-
-def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """The sets of tensors that are compressed, by name. The tensors of a set are compressed as one vector."""
-    for order, gradient in enumerate(_pseudo_gradients(options), start=1):
-        yield f"pseudo-gradient {order}, the model", gradient
-        for name in sorted(gradient):
-            # One layer stands for all layers.
-            if gradient[name].numel() >= 16 * TILE and ("layers" not in name or "layers.2." in name):
-                yield f"pseudo-gradient {order}, {name}", {name: gradient[name]}
-    torch.manual_seed(0)
-    shape = (DISTRIBUTION_ELEMENTS // 1024, 1024)
-    yield "normal distribution", {"tensor": torch.randn(shape)}
-    yield "Student's t, 3 degrees of freedom", {"tensor": torch.distributions.StudentT(3.0).sample(shape)}
 
 
 def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
