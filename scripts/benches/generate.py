@@ -128,7 +128,7 @@ def _ours(swarm: SwarmProcesses, prompt: Sequence[int], count: int) -> Callable[
 @asynccontextmanager
 async def _engine(swarm: SwarmProcesses) -> AsyncIterator[SwarmEngine]:
     """An engine that asks the first stage directly, without the DHT."""
-    hop, channels = swarm.hop(0, generate(), trains=False)
+    hop, channels = swarm.hop(0, generate())
     try:
         yield SwarmEngine(hop, swarm.config)
     finally:

@@ -83,13 +83,6 @@ def loopback_bytes() -> int:
     return int(line.split()[1])
 
 
-def idle_and_all_ticks() -> tuple[float, float]:
-    """The ticks for which this machine's cores have been idle until now, and all their ticks."""
-    # user, nice, system, idle, iowait, irq, softirq, steal
-    ticks = [float(word) for word in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
-    return ticks[3] + ticks[4], sum(ticks)
-
-
 @contextmanager
 def gpu_busy_shares(device: torch.device) -> Iterator[list[float]]:
     """The shares of time in which a GPU was busy, as nvidia-smi says every quarter of a second of the block. They are
@@ -161,8 +154,9 @@ class Company:
 def _busy_and_all() -> tuple[float, float] | None:
     """The ticks for which the cores have been busy with other processes until now, and all ticks."""
     try:
-        idle, everything = idle_and_all_ticks()
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        ticks = [float(word) for word in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
         own = cpu_seconds_of_all(os.getpid()) * os.sysconf("SC_CLK_TCK")
     except OSError:
         return None
-    return everything - idle - own, everything
+    return sum(ticks) - ticks[3] - ticks[4] - own, sum(ticks)

@@ -160,9 +160,8 @@ class SwarmProcesses:
         )  # fmt: skip
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 
-    def hop(self, stage: int, identity: Identity | None = None, *, trains: bool = True) -> tuple[Hop, ChannelPool]:
-        """A hop to the peers of a stage, and its connections, which belong to the running event loop. One that does not
-        train carries texts."""
+    def hop(self, stage: int, identity: Identity | None = None) -> tuple[Hop, ChannelPool]:
+        """A hop to the peers of a stage, and its connections, which belong to the running event loop."""
         clock = SystemClock()
         router, channels = Router(clock, random.Random(0)), ChannelPool(identity=identity)
         records = [record for peer in self.peers for record in peer.records if record.stage == stage]

@@ -36,8 +36,6 @@ from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.types import Block, PeerRecord, PeerState
 
-logger = logging.getLogger(__name__)
-
 SETTLE_SECONDS = (NUM_RENEWALS + 2) * RENEW_SECONDS
 """After this time all peers have announced themselves, and records at nodes that are no longer among the nearest to
 their key have expired. (Copies of the configuration last longer, but there are few.)"""
