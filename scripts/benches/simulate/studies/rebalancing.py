@@ -1,19 +1,20 @@
 """Which share of its best throughput a pipeline keeps under each rule for moving, while hundreds of peers come and go.
 
-The best throughput is that of peers which are evenly spread at every moment, at no cost.
+The best throughput is that of peers which are evenly spread at every moment, at no cost. Peers come and go by synthetic
+traces of a spot market: single machines are taken away all the time and given back later, waves of demand take many
+within minutes, and towards the end fewer and fewer are to be had.
 """
 
 import heapq
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from scripts.benches.shared.common import OutputOptions
-from scripts.benches.simulate.fluid.churn import Visit, visits
 from scripts.benches.simulate.fluid.own_rule import NoRule, OwnRule, SwarmRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm, Kept
 from scripts.benches.simulate.timeline import Timeline
@@ -25,6 +26,15 @@ PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
 DOWNLOAD_SECONDS = 60.0  # From giving up one stage to serving another one
 FIT_POINTS = 1.0
 """By how many points our traces may differ from the paper's, without a rule and with its rule every 300 seconds."""
+
+STAY_SECONDS = 24 * 3600.0  # Mean time until a single machine is taken away
+RETURN_SECONDS = 1.5 * 3600  # Mean time from then until it is given back
+WAVE_GAP_SECONDS = 3600.0  # Mean time from one wave of demand to the next; there is none in the first hour
+WAVE_SHARE = (0.1, 0.6)  # Bounds of the share of machines that a wave takes, which is drawn evenly
+WAVE_SECONDS = 600.0  # The time within which a wave takes machines, and within which it gives them back
+HOLD_SECONDS = 0.75 * 3600  # Mean time for which a wave keeps machines
+SHORTAGE_SECONDS = 8 * 3600.0  # The length of the shortage at the end, in which fewer and fewer machines come back
+SHORTAGE_SHARE = 0.9  # The share of the machines that are not available at the very end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +72,21 @@ class Options(OutputOptions):
     def shares(self) -> tuple[float, ...]:
         """The share of the samples that pass each block."""
         return tuple(1 / number for number in self.variants or (1,) * self.num_stages for _ in range(number))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One stay of a machine in the run; a machine that comes back counts as another peer."""
+
+    arrives: float  # When the machine comes, in seconds since the start of the trace; 0 if it is there from the start
+    leaves: float  # When the machine leaves; infinite if it is there at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wave:
+    begins: float
+    ends: float
+    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +182,38 @@ def _one(
     timeline.run(end)
     whole = swarm.kept()
     return _Outcome(whole=whole, last_hour=whole.since(before), num_moves=swarm.num_moves)
+
+
+def visits(num_machines: int, end: float, rng: random.Random) -> list[Visit]:
+    """A trace of so many machines, which are all there at the start, until `end` in seconds."""
+    waves = list(_waves(end, rng))
+    found = [visit for _ in range(num_machines) for visit in _machine(end, waves, rng)]
+    return sorted(found, key=lambda visit: visit.arrives)
+
+
+def _waves(end: float, rng: random.Random) -> Iterator[_Wave]:
+    at = 3600.0
+    while (at := at + rng.expovariate(1 / WAVE_GAP_SECONDS)) < end:
+        ends = at + rng.expovariate(1 / HOLD_SECONDS)
+        yield _Wave(begins=at, ends=ends, share=rng.uniform(*WAVE_SHARE))
+
+
+def _machine(end: float, waves: list[_Wave], rng: random.Random) -> Iterator[Visit]:
+    # At `gone` the machine is taken away, if it is there, and it is never given back.
+    gone = end
+    if rng.random() < SHORTAGE_SHARE:
+        gone -= rng.random() * min(SHORTAGE_SECONDS, end)
+    takers = [wave for wave in waves if rng.random() < wave.share]
+    taken = []
+    for wave in takers:
+        begins = wave.begins + rng.random() * WAVE_SECONDS
+        taken.append((begins, max(begins, wave.ends) + rng.random() * WAVE_SECONDS))
+    at = 0.0
+    while at < gone:
+        alone = at + rng.expovariate(1 / STAY_SECONDS)
+        ends = [(alone, alone + rng.expovariate(1 / RETURN_SECONDS))]
+        ends += [(begins, back) for begins, back in taken if begins > at]
+        leaves, back = min(ends)
+        yield Visit(arrives=at, leaves=min(leaves, gone) if min(leaves, gone) < end else float("inf"))
+        # Another wave may hold the machine when it would come back.
+        at = max([back, *(until for begins, until in taken if begins < back < until)])
