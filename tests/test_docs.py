@@ -73,12 +73,6 @@ def _code(text: str) -> Iterator[str]:
     yield from (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", _FENCE.sub("", text)))
 
 
-def _rows(text: str) -> dict[str, str]:
-    """The rows of a page's tables, by their first cell."""
-    cells = (line.strip("|").split("|", 1) for line in text.splitlines() if line.startswith("| "))
-    return {first.strip(): rest for first, rest in cells}
-
-
 def _anchors(page: Path) -> set[str]:
     """The fragments that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)

@@ -51,7 +51,6 @@ class Kind(StrEnum):
     """This message arrives after its sender gave up."""
 
 
-OF_VICTIM = (Kind.KILL, Kind.FREEZE, Kind.TAKEOVER, Kind.PARTITION, Kind.REFUSE)
 OF_MESSAGE = (Kind.LOSE, Kind.BREAK, Kind.DELAY, Kind.OUTLIVE)
 
 

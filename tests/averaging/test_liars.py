@@ -23,13 +23,13 @@ FAR = 1000
 """The round at which liars say they are."""
 
 
-def add_liar(network: Network, number: int, *, round_number: int = FAR, anchor: float = 7.0) -> Peer:
+def add_liar(network: Network, number: int, *, anchor: float = 7.0) -> Peer:
     """Add a peer that holds a state of its own making, goes nowhere, and serves every peer that asks."""
     before = network.make_stage
 
     def make_stage(stage_number: int, lineage: str) -> FakeStage:
         stage = before(stage_number, lineage)
-        stage.round, stage.run_samples, stage.lineage = round_number, 10 * round_number, "f" * 64
+        stage.round, stage.run_samples, stage.lineage = FAR, 10 * FAR, "f" * 64
         stage.anchor = torch.full((17,), anchor)
         return stage
 

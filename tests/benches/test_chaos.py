@@ -62,9 +62,6 @@ def cast(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cast]:
         yield cast
 
 
-spans = pytest.mark.parametrize("cast", [[StageChoice(), 0, 1, 1]], indirect=True)
-
-
 @pytest.mark.parametrize("cast", [[0, 1, 0, 1], [StageChoice(), 0, 1, 1]], indirect=True)
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hits == "network"])
 def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.benches.shared import proc
 from scripts.benches.sides import routing_dht
-from scripts.benches.sides.routing_dht import Counters, measure, records_per_second
+from scripts.benches.sides.routing_dht import measure, records_per_second
 
 RECORD_BYTES = 1000
 
@@ -19,19 +19,6 @@ def _few_members_are_counted_for_a_while(monkeypatch: pytest.MonkeyPatch) -> Ite
     records_per_second.cache_clear()
     yield
     records_per_second.cache_clear()
-
-
-def _used(size: int, sent: float, busiest: float) -> Counters:
-    """The counters of ten seconds. Each peer receives `sent` bytes/s, and sends as much on average; the busiest one
-    sends `busiest`."""
-    others = (size * sent - busiest) / (size - 1)
-    passed = [10 * (sent + others)] * (size - 1) + [10 * (sent + busiest)]
-    return Counters(
-        seconds=10.0,
-        process_cpu_seconds=0.2 * size,
-        p2pd_cpu_seconds=0.1 * size,
-        passed_bytes=tuple(map(round, passed)),
-    )
 
 
 @pytest.mark.slow

@@ -356,7 +356,7 @@ class Chain:
 async def running_chain(
     config: RunConfig, *, num_peers: Sequence[int] = (1, 1, 1), clock: Clock | None = None,
     hop_clock: Clock | None = None, graph_bytes: int = GRAPH_BYTES, max_in_flight: Sequence[int] = (16, 16, 16),
-    hop_limits: HopLimits | None = None, largest_in_flight: int = 0, round_wait_seconds: float = 30.0,
+    hop_limits: HopLimits | None = None, round_wait_seconds: float = 30.0,
     devices: Sequence[str] = ("cpu", "cpu", "cpu"), session_limits: SessionLimits | None = None,
     new_recorder: Callable[[torch.device], Recorder | None] = recorder_of, warms_up: bool = False,
     spans: bool | None = None, one_thread: bool = False, check_share: float = 0.0,
@@ -390,8 +390,8 @@ async def running_chain(
                 config=config, number=number, stage=stage, clock=clock or SystemClock(), tasks=tasks,
                 hop_clock=hop_clock or SystemClock(),
                 stage_limits=StageLimits(
-                    max_in_flight=max_in_flight[stage], largest_in_flight=largest_in_flight,
-                    orphan_seconds=ORPHAN_SECONDS, round_wait_seconds=round_wait_seconds,
+                    max_in_flight=max_in_flight[stage], orphan_seconds=ORPHAN_SECONDS,
+                    round_wait_seconds=round_wait_seconds,
                 ),
                 hop_limits=hop_limits, graph_bytes=graph_bytes, device=devices[stage],
                 session_limits=session_limits or SessionLimits(),

@@ -20,7 +20,7 @@ _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 NUM_WORDS = 120
 
 
-def save_chat_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
+def save_chat_model(folder: Path) -> Path:
     torch.manual_seed(0)
     words = ["[UNK]", END_OF_TURN, *_ROLES, *(f"word{number}" for number in range(NUM_WORDS))]
     sizes = LlamaConfig(
@@ -37,6 +37,6 @@ def save_chat_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END_OF_TURN, *_ROLES])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": END_OF_TURN} | ({} if template is None else {"chat_template": template})
+    config = {"eos_token": END_OF_TURN, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from peers.generate import program
-from peers.generate.options import PROG
 from peers.model import program as model
-from peers.shared import stopping
-from peers.shared.process import EXIT_USAGE
 from swarm.data.path_router import PathRouter, hashed
 from tests.checkpoint.states import CONFIG, with_paths, write_cut
 
@@ -63,8 +60,3 @@ def test_the_beginning_of_a_prompt_chooses_the_path(
     for prompt, path, more in (("a", 1, ()), ("b", 3, ("--reroute-every", "32"))):
         alone = _written(capsys, prompt, "--model", f"{out}/path-0{path}")
         assert _written(capsys, prompt, "--model", out, "--router", out, *more) == alone
-
-
-def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert stopping.run_program(PROG, lambda: program.main(["--prompt", "a", *arguments])) == EXIT_USAGE
-    return capsys.readouterr().err

@@ -7,10 +7,6 @@ import pytest
 from peers.shared import logs
 
 
-def _raise(error: BaseException) -> int:
-    raise error
-
-
 def test_a_log_record_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup_logging("50%peer", "info")
     try:

@@ -17,7 +17,6 @@ from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import (
     Amendment,
-    AveragingConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -42,14 +41,6 @@ SYNCHRONOUS = RunConfig(
 )
 DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=80))
 TIED = dataclasses.replace(DILOCO, model=dataclasses.replace(DILOCO.model, tied_embeddings=True))
-BEFORE = RunConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=1000))
-NOW = dataclasses.replace(
-    BEFORE,
-    optimizer=OptimizerConfig(
-        learning_rate=3e-3, warmup_samples=100, schedule="cosine", total_samples=10_000, final_fraction=0.1
-    ),
-    averaging=AveragingConfig(codec="int8"),
-)
 SHAPES = {"some.weight": torch.Size([2])}
 STAGE = 1
 

@@ -11,7 +11,6 @@ from peers.status.view import Joining, StageRow, SwarmView, TrainerRow, remedy
 from swarm import config as configs
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
-from swarm.types import PeerRecord, PeerState
 
 
 def test_a_stage_whose_peers_do_not_answer_is_not_empty() -> None:
@@ -48,12 +47,6 @@ def test_who_has_an_older_release_is_told() -> None:
 
 CONFIG = configs.load_preset("tiny")
 ENTRY = Entry.parse(f"{'a' * 40}@192.0.2.1:5001")
-
-
-def _record(number: int, stage: int, state: PeerState = PeerState.SERVING) -> PeerRecord:
-    return PeerRecord(
-        peer_id=f"{number:040x}", announced_at=1.0, stage=stage, endpoint=f"192.0.2.{number}:5001", state=state
-    )
 
 
 def _options(line: str) -> PeerOptions:
