@@ -18,9 +18,8 @@ from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS
 from swarm.types import PROTOCOLS, Block, PeerRecord, PeerState, Protocols, TrainerRecord
 from tests.support import locked
-from tests.support.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock, SetClock
 from tests.support.memory_store import MemoryStore
-from tests.support.set_clock import SetClock
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 OURS, THEIRS = identity.generate(), identity.generate()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from google.protobuf.message import Message
 
+from scripts.benches.shared.proc import held_bytes
 from swarm.credentials.identity import Identity, generate
 from swarm.rpc import callers
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -25,7 +26,6 @@ from tests.intruders.host import Host, running
 from tests.intruders.mutations import mutant
 from tests.support import locked
 from tests.support.chunks import chunks
-from tests.support.memory import resident_bytes
 
 AT_ONCE = 32
 MEMORY_BYTES = 200 << 20
@@ -171,11 +171,11 @@ async def test_no_message_breaks_anything(sides: tuple[Identity, Identity, Ident
     async with running(identity=serving, honest=honest) as host, host.connected(intruder) as channel:
         await host.train()
         await bombard(host, channel, 200, 0, intruder.peer_id)
-        before = resident_bytes()
+        before = held_bytes("VmRSS")
         endings = await bombard(host, channel, num_messages, 1, intruder.peer_id)
         assert endings.total() > 0.3 * num_messages
         assert endings["INVALID_ARGUMENT"] > 0
-        assert resident_bytes() - before < MEMORY_BYTES
+        assert held_bytes("VmRSS") - before < MEMORY_BYTES
         await host.idles()
         assert await host.train() > 0
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 import torch
 
+from scripts.benches.shared.proc import held_bytes
 from swarm.credentials import certificates
 from swarm.errors import Overloaded
 from swarm.rpc import dispatch
@@ -26,7 +27,6 @@ from tests.intruders.host import Host, running
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.chunks import chunks
-from tests.support.memory import resident_bytes
 
 INTRUDER = locked.PEER_TOKEN.admit(locked.OPEN)
 TRAIN, EVALUATE = "Train", "Evaluate"
@@ -62,13 +62,13 @@ async def test_idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -
     most_calls = most_bytes = num_honest = 0
     async with running() as host, host.connected(INTRUDER) as channel:
         await host.train()
-        before = resident_bytes()
+        before = held_bytes("VmRSS")
         calls = [_call(channel, (TRAIN, EVALUATE)[number % 2]) for number in range(num_streams)]
         async with asyncio.TaskGroup() as tasks:
             ending = [tasks.create_task(_ended(call)) for call in calls]
             while not all(task.done() for task in ending):
                 most_calls = max(most_calls, host.callers.num_calls)
-                most_bytes = max(most_bytes, resident_bytes() - before)
+                most_bytes = max(most_bytes, held_bytes("VmRSS") - before)
                 assert await host.train() > 0
                 num_honest += 1
         codes = Counter(task.result() for task in ending)
@@ -179,7 +179,7 @@ async def test_a_decompression_bomb_stays_packed() -> None:
     it."""
     async with running() as host:
         await host.train()
-        before = resident_bytes()
+        before = held_bytes("VmRSS")
         arguments = [
             host.record.endpoint, certificates.first_pem(host.record.certificate_pem), INTRUDER.key_pem,
             INTRUDER.certificate_pem,
@@ -189,7 +189,7 @@ async def test_a_decompression_bomb_stays_packed() -> None:
         )
         largest = before
         while bomber.returncode is None:
-            largest = max(largest, resident_bytes())
+            largest = max(largest, held_bytes("VmRSS"))
             await asyncio.sleep(0.02)
         output, _ = await bomber.communicate()
         assert output.split() == [b"RESOURCE_EXHAUSTED"] * 2

@@ -8,7 +8,7 @@ import pytest
 from swarm.errors import NotReady
 from swarm.machine import clock
 from swarm.machine.clock import DOUBT_SECONDS, Loop, SteadyTime, SystemClock, clock_through_sleep, run_loop, spawn
-from tests.support.set_clock import SetClock
+from tests.support.manual_clock import SetClock
 
 
 def test_steady_time_follows_a_slow_clock_at_once_and_a_jump_after_a_while() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.benches.shared.proc import held_bytes
 from swarm.machine.memory import Recycler, in_file
-from tests.support.memory import resident_bytes
 
 
 def test_a_vector_is_made_of_one_that_is_gone() -> None:
@@ -77,9 +77,9 @@ def test_memory_goes_back_only_where_the_user_has_it_so(user_decides: bool, monk
         monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     memory = Recycler()
     vector = memory.vector(1 << 26).fill_(1.0)
-    before = resident_bytes()
+    before = held_bytes("VmRSS")
     del vector
-    assert (before - resident_bytes() > 1 << 27) == user_decides
+    assert (before - held_bytes("VmRSS") > 1 << 27) == user_decides
     del memory
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
+from scripts.benches.shared.proc import held_bytes
 from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import TensorSpec, frames, serialized
 from swarm.stage.call import Incoming
-from tests.support.memory import resident_bytes
 
 _MESSAGES = 40
 _TENSOR = torch.zeros(CHUNK_BYTES // 4)
@@ -31,7 +31,7 @@ async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
     """The opening is kept as long as its microbatch, which already has the tensors."""
     [frame] = frames(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR}, {"x": "fp32"})
     data, callers = serialized(frame), Callers()
-    openings, before_bytes = [], resident_bytes()
+    openings, before_bytes = [], held_bytes("VmRSS")
     for _ in range(_MESSAGES):
         incoming = Incoming(pb.TrainRequest, _Context(data), Caller("somebody"), callers)
         openings.append(await incoming.opening())
@@ -39,5 +39,5 @@ async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
         assert torch.equal((await incoming.tensors())["x"], _TENSOR)
         incoming.close()
     assert [opening.microbatch for opening in openings] == [7] * _MESSAGES
-    assert resident_bytes() - before_bytes < _MESSAGES * CHUNK_BYTES / 4
+    assert held_bytes("VmRSS") - before_bytes < _MESSAGES * CHUNK_BYTES / 4
     assert callers.num_bytes == 0

@@ -1,4 +1,4 @@
-"""A clock that moves only when it is told to."""
+"""Clocks that move only when they are told to."""
 
 import asyncio
 
@@ -36,3 +36,12 @@ class ManualClock:
         for wake_at, woken in self._sleepers:
             if wake_at <= self._now:
                 woken.set()
+
+
+class SetClock(ManualClock):
+    """A clock that shows a time of day which is ahead of its monotonic time by a number of seconds."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return self.monotonic() + self.ahead

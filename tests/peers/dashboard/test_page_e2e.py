@@ -1,7 +1,12 @@
 """The page in a real Chromium: what it shows of made-up swarms, whether it is accessible, and how it shows strange
-names."""
+names.
+
+Chromium is Debian's, driven by playwright's Python package, without the browsers that playwright brings. The tests are
+skipped if one of the two is missing: install them with apt install chromium, and the extra browser.
+"""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +25,6 @@ from peers.status.view import Joining, SwarmView
 from swarm import config as configs
 from swarm.config import Timeline
 from swarm.machine.clock import SystemClock
-from tests.support.browser import chromium, page_at
 from tests.support.views import peer, view
 
 pytestmark = pytest.mark.e2e
@@ -82,6 +86,42 @@ async def _dashboard(*, token: str | None = None, port: int = 0) -> AsyncIterato
         listener.close()
 
 
+@asynccontextmanager
+async def _chromium() -> AsyncIterator[Any]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("there is no Chromium: apt install chromium")
+    playwright = pytest.importorskip("playwright.async_api", reason="the extra browser is not installed")
+    async with playwright.async_playwright() as driver:
+        # Chromium's sandbox needs user namespaces, which a container does not have.
+        browser = await driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+@asynccontextmanager
+async def _page_at(browser: Any, url: str, *, width: int = 1440, **options: Any) -> AsyncIterator[Any]:
+    """Open a page with the URL; `options` are of the browser's context.
+
+    The block fails after an error in a script, something that the page's policy refused, or a request to another host.
+    """
+    faults: list[str] = []
+    context = await browser.new_context(viewport={"width": width, "height": 900}, **options)
+    page = await context.new_page()
+    origin = url.partition("/#")[0]
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("request", lambda request: None if request.url.startswith(origin) else faults.append(request.url))
+    try:
+        await page.goto(url)
+        yield page
+        assert faults == []
+    finally:
+        await context.close()
+
+
 def _swarm(round_number: int = 7) -> SwarmView:
     """Three stages. One peer is silent, and one is on its way to its stage."""
 
@@ -100,9 +140,9 @@ def _swarm(round_number: int = 7) -> SwarmView:
 
 
 async def test_it_shows_what_status_has_and_follows_it() -> None:
-    async with chromium() as browser, _dashboard() as (url, shown):
+    async with _chromium() as browser, _dashboard() as (url, shown):
         await shown.show(_swarm())
-        async with page_at(browser, url) as page:
+        async with _page_at(browser, url) as page:
             await page.wait_for_selector("#peers tbody tr")
             cells = [row["cells"] for row in shown.watcher.state["peers"].values()]
             rows = await page.evaluate(TABLE)
@@ -133,7 +173,7 @@ async def test_it_shows_what_status_has_and_follows_it() -> None:
 
 @pytest.mark.slow
 async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
-    async with chromium() as browser, _dashboard() as (url, shown):
+    async with _chromium() as browser, _dashboard() as (url, shown):
         await shown.show(_swarm())
         first = shown.watcher.state
         other = {**first, "name": "other", "figures_now": {**first["figures_now"], "loss": 1.25}, "trainers": []}
@@ -141,7 +181,7 @@ async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
         unseen = {"name": "unseen", "run": "unseen.2", "fault": "nobody answers", "interval_seconds": 2.0}
         runs = {CONFIG.run_id: first, "other.1": other, "other.3": ended, "unseen.2": unseen}
         shown.hub.publish({"runs": runs})
-        async with page_at(browser, url) as page:
+        async with _page_at(browser, url) as page:
             await page.wait_for_selector("#runs tbody tr")
             cells = """() => [...document.querySelectorAll("#runs tbody tr")].map(
               (row) => [...row.children].slice(0, 3).map((cell) => cell.textContent))"""
@@ -168,10 +208,10 @@ async def test_several_runs_are_side_by_side_and_one_is_chosen() -> None:
 @pytest.mark.slow
 async def test_names_that_peers_choose_stay_text() -> None:
     names = [HOSTILE[:64], "'\"`${alert(1)}", "javascript:alert(1)", "\u202egnp.exe", "a" * 64]
-    async with chromium() as browser, _dashboard() as (url, shown):
+    async with _chromium() as browser, _dashboard() as (url, shown):
         refused = peer("r", refusals=(HOSTILE,))
         await shown.show(view([*map(peer, names), refused], name=HOSTILE[:64]))
-        async with page_at(browser, url) as page:
+        async with _page_at(browser, url) as page:
             await page.wait_for_selector("#peers tbody tr")
             await shown.show(view([*map(peer, names[1:]), refused], name=HOSTILE[:64]))
             await page.wait_for_function("() => document.querySelectorAll('#peers tbody tr').length === 5")
@@ -183,9 +223,9 @@ async def test_names_that_peers_choose_stay_text() -> None:
 
 @pytest.mark.slow
 async def test_a_locked_page_asks_for_its_token() -> None:
-    async with chromium() as browser, _dashboard(token="s3cret") as (url, shown):
+    async with _chromium() as browser, _dashboard(token="s3cret") as (url, shown):
         await shown.show(_swarm())
-        async with page_at(browser, url) as page:
+        async with _page_at(browser, url) as page:
             await page.fill("#token", "wrong")
             await page.keyboard.press("Enter")
             await page.wait_for_selector("text=That is not the token.")
@@ -193,7 +233,7 @@ async def test_a_locked_page_asks_for_its_token() -> None:
             await page.fill("#token", "s3cret")
             await page.keyboard.press("Enter")
             await page.wait_for_selector("#peers tbody tr")
-        async with page_at(browser, f"{url}/#s3cret") as page:
+        async with _page_at(browser, f"{url}/#s3cret") as page:
             await page.wait_for_selector("#peers tbody tr")
             assert "s3cret" not in page.url
 
@@ -204,9 +244,9 @@ async def test_a_locked_page_asks_for_its_token() -> None:
 async def test_everybody_can_read_it(width: int, scheme: str) -> None:
     """axe-core finds nothing, nothing is wider than the screen, and all can be reached by keyboard."""
     axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="the extra browser is not installed")
-    async with chromium() as browser, _dashboard() as (url, shown):
+    async with _chromium() as browser, _dashboard() as (url, shown):
         await shown.show(_swarm())
-        async with page_at(browser, url, width=width, color_scheme=scheme, reduced_motion="reduce") as page:
+        async with _page_at(browser, url, width=width, color_scheme=scheme, reduced_motion="reduce") as page:
             await page.wait_for_selector("#peers tbody tr")
             assert await page.evaluate("document.documentElement.dataset.theme") == scheme
             assert await page.evaluate("document.documentElement.scrollWidth") <= width
