@@ -6,12 +6,14 @@ tests/averaging/witness.py has what must hold after every trial, and tests/avera
 import functools
 import itertools
 import logging
+import random
 from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from swarm.config import Quorum
 from tests.averaging.faults import OF_MESSAGE, Event, Fault, Kind, Scenario, Trial
 from tests.support.virtual_time import run
 
@@ -110,19 +112,29 @@ def pairs_of_faults(draw: st.DrawFn) -> Case:
     return scenario, tuple(faults)
 
 
-@settings(max_examples=15, derandomize=True)
-@given(case=pairs_of_faults())
-@pytest.mark.slow
-def test_five_members_and_two_faults(case: Case) -> None:
-    survive([case])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(max_examples=500)
 @given(case=pairs_of_faults())
-def test_five_members_and_two_faults_at_length(case: Case) -> None:
+def test_five_members_and_two_faults(case: Case) -> None:
     survive([case])
+
+
+def many_losses(quorum: Quorum, seed: int) -> Case:
+    """Messages that get lost or come late at random, while two of five members are killed and another one freezes."""
+    scenario, rng = Scenario(5, "synchronous", quorum), random.Random(seed)
+    events = events_of(scenario)
+    messages = rng.sample([event for event in events if event.is_message], 20)
+    victims = zip((Kind.KILL, Kind.FREEZE, Kind.KILL), rng.sample(scenario.numbers, 3), strict=True)
+    faults = [Fault(rng.choice(OF_MESSAGE), event) for event in messages]
+    faults += [Fault(kind, rng.choice(events), victim) for kind, victim in victims]
+    return scenario, tuple(rng.sample(faults, len(faults)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quorum", ["available", "majority"])
+def test_five_members_and_many_losses(quorum: Quorum) -> None:
+    survive(many_losses(quorum, seed) for seed in range(12))
 
 
 def test_a_stale_leader_wakes_to_a_round_that_others_committed() -> None:

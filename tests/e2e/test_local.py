@@ -75,22 +75,13 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path, children: Supervisor
     _assert_nothing_left(tmp_path, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGINT, 130),
-        # tests/peers/local/test_supervisor.py kills a launcher, and tests/dht/test_node_p2pd.py a peer.
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
-def test_nothing_is_left_when_it_is_interrupted(
-    tmp_path: Path, children: Supervisor, number: signal.Signals, code: int
-) -> None:
+# What is left of one that is killed: tests/peers/local/test_supervisor.py and, of a peer, tests/dht/test_node_p2pd.py.
+def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, children: Supervisor) -> None:
     launcher = _start(children, tmp_path, "--peers-per-stage", "1", "--steps", "10000")
     wait_until(partial(_has_trained, tmp_path), 150.0, "the first step")
     assert len(_marked(tmp_path)) > 3
     started_at = time.monotonic()
-    launcher.process.send_signal(number)
-    assert _code(children, 30.0) == code
+    launcher.process.send_signal(signal.SIGINT)
+    assert _code(children, 30.0) == 130
     assert "Traceback" not in launcher.log.read_text()
     _assert_nothing_left(tmp_path, 25.0 - (time.monotonic() - started_at))
