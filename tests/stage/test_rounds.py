@@ -1,14 +1,12 @@
 """Rounds of a chain take the steps of one process, and microbatches of the next round wait for the commit."""
 
 import asyncio
-import dataclasses
-import itertools
 import time
 
 import pytest
 import torch
 
-from swarm.config import RoundsConfig, RunConfig
+from swarm.config import RunConfig
 from swarm.errors import StaleMicrobatch
 from swarm.hop.answers import HopListener
 from swarm.hop.retries import HopLimits
@@ -25,7 +23,6 @@ from swarm.training.samples import Microbatch
 from swarm.types import Block
 from tests.support.chain import (
     BOTH,
-    DILOCO,
     LORA,
     SYNCHRONOUS,
     assert_close,
@@ -92,29 +89,6 @@ async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig,
             assert_close(peer.weights.masters, {name: parameters[name] for name in peer.weights.masters}, 1e-3)
         left, right = chain.at(1)
         assert digest_of(left.weights.state()) == digest_of(right.weights.state())
-
-
-async def test_diloco_rounds_follow_nesterov_on_the_anchors() -> None:
-    """DiLoCo: v <- mu v + g; theta <- theta - lr (g + mu v), g weighted by each member's samples."""
-    config = dataclasses.replace(DILOCO, rounds=RoundsConfig(round_samples=16, inner_batch_samples=4))
-    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
-        members = chain.at(1)
-        anchor = {name: value.detach().clone() for name, value in members[0].weights.masters.items()}
-        velocity = {name: torch.zeros_like(value) for name, value in anchor.items()}
-        microbatches = itertools.count()
-        for number in range(2):
-            while min(counts := [member.weights.round_samples for member in members]) == 0:
-                # Most microbatches may go to one peer, while the other is slow to answer its first.
-                await chain.train_all([next(microbatches) for _ in range(10)], round_number=number)
-            inner = [{n: p.detach().clone() for n, p in member.weights.masters.items()} for member in members]
-            await commit_round(chain)
-            for name, start in anchor.items():
-                steps = [count * (start - values[name]) for count, values in zip(counts, inner, strict=True)]
-                gradient = torch.stack(steps).sum(dim=0) / sum(counts)
-                velocity[name] = 0.9 * velocity[name] + gradient
-                anchor[name] = start - 0.7 * (gradient + 0.9 * velocity[name])
-            for member in members:
-                assert_close(member.weights.masters, anchor, 1e-6)
 
 
 async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits() -> None:
