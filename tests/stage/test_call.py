@@ -34,7 +34,7 @@ async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
 
     async def opening() -> pb.Open:
         incoming = Incoming(pb.TrainRequest, _Context(data), Caller("somebody"), callers)
-        opened = await incoming.opening()
+        opened: pb.Open = await incoming.opening()
         incoming.expect({"x": _SPEC}, training=True)
         assert torch.equal((await incoming.tensors())["x"], _TENSOR)
         incoming.close()
