@@ -16,7 +16,7 @@ from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import Reduction
 from swarm.averaging.vectors.exchange import Closed, Closing, Exchanges, Side
-from swarm.averaging.vectors.scrutiny import Newcomers
+from swarm.averaging.vectors.scrutiny import Newcomers, Scrutiny
 from swarm.averaging.vectors.terms import AllReduceTransport, Average
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload
@@ -217,11 +217,11 @@ class OwnRound:
         self._group = place.group
         self._member = member
         config = place.timeline.at(place.standing.round)
-        growth = growth_of(is_synchronous=config.rounds.synchronous)
-        self.exchanges = Exchanges(
-            config.averaging, context.own_id, disproved=member.disproved, growth=growth,
+        scrutiny = Scrutiny(
+            context.own_id, growth=growth_of(is_synchronous=config.rounds.synchronous), disproved=member.disproved,
             newcomers=Newcomers(round_number=lambda: place.standing.round, starts=context.starts),
         )  # fmt: skip
+        self.exchanges = Exchanges(config.averaging, context.own_id, scrutiny)
         self._closing: Closing | None = None
         """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs
         no lock."""

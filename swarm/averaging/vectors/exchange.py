@@ -6,7 +6,7 @@ Shapes: D elements of the vector.
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +14,13 @@ import torch
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import Butterfly, HandOut, Reduction, gather
-from swarm.averaging.vectors.scrutiny import Newcomers, Scrutiny
+from swarm.averaging.vectors.scrutiny import Scrutiny
 from swarm.averaging.vectors.terms import AllReduceTransport, Average, Compare, Terms, no_deviations, sent_bytes
 from swarm.compression import buffers
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
 from swarm.events import Events
-from swarm.honesty.comparison import MEAN_GRADIENTS, Growth
-from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
 from swarm.training.scaling import squared_norm_of_vector
@@ -98,11 +96,8 @@ class Exchanges:
     """What a member keeps from one exchange to the next."""
 
     def __init__(
-        self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0, suspects: Suspects | None = None,
-        disproved: Callable[[], Mapping[str, str]] = dict, growth: Growth = MEAN_GRADIENTS,
-        newcomers: Newcomers | None = None,
-    ) -> None:  # fmt: skip
-        """`disproved`: see RoundMember. `growth` is that of the contributions. `newcomers`: see Scrutiny."""
+        self, config: AveragingConfig, own_id: str, scrutiny: Scrutiny | None = None, bytes_per_second: float = 0.0
+    ) -> None:
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
         self.bytes_per_second = bytes_per_second
@@ -115,11 +110,8 @@ class Exchanges:
         self._own_id = own_id
         self.feedback: dict[int, ErrorFeedback] = {}
         """The error feedback of each fragment."""
-        self.suspects = suspects or Suspects()
-        self._disproved = disproved
-        self._growth = growth
-        self._newcomers = newcomers
-        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved, growth, newcomers)
+        self._scrutiny = scrutiny or Scrutiny(own_id)
+        self.suspects = self._scrutiny.suspects
         self._last: Closed | None = None
         self._memory = Recycler()
 
@@ -128,9 +120,7 @@ class Exchanges:
         it is in the former codec's order of elements."""
         if config == self._config:
             return self
-        return Exchanges(
-            config, self._own_id, self.bytes_per_second, self.suspects, self._disproved, self._growth, self._newcomers
-        )
+        return Exchanges(config, self._own_id, self._scrutiny, self.bytes_per_second)
 
     @property
     def residual_bytes(self) -> int:
@@ -154,7 +144,7 @@ class Exchanges:
         gathers = _gathers(shares, self._config)
         compare: Compare = no_deviations
         if self._is_own(closed):
-            compare = self._scrutiny.comparing(closed.contribution, shares, gathers=gathers)
+            compare = self._scrutiny.comparing(closed.contribution, shares, self.codec, gathers=gathers)
         if gathers:
             return HandOut(shares, compare)
         own_part, feedback = self._own_part(shares), self.feedback.get(closed.contribution.fragment)
@@ -173,7 +163,7 @@ class Exchanges:
 
     def stated(self, closed: Closed, shares: Shares) -> Mapping[str, Stated]:
         """What this member states of its contribution, to the owner of each part."""
-        return self._scrutiny.stated(closed.contribution, shares) if self._is_own(closed) else {}
+        return self._scrutiny.stated(closed.contribution, shares, self.codec) if self._is_own(closed) else {}
 
     def _is_own(self, closed: Closed) -> bool:
         """Whether that is this member's own contribution, and not its group's, for which nobody could be blamed."""
@@ -200,7 +190,8 @@ class Exchanges:
             average = await gather(vector_D, side, terms)
         else:
             average = await Butterfly(vector_D, side, terms, self._memory).run()
-            await self._scrutiny.look_at_sums(closed.vector_D if self._is_own(closed) else None, average, shares)
+            own_D = closed.vector_D if self._is_own(closed) else None
+            await self._scrutiny.look_at_sums(own_D, average, shares, self.codec)
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
         if elsewhere:

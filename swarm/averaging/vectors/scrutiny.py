@@ -20,7 +20,7 @@ from swarm.averaging.vectors.terms import Average, Compare
 from swarm.compression import buffers
 from swarm.compression.codec import Codec
 from swarm.events import Events, OutOfLine
-from swarm.honesty.comparison import LEAST_ELEMENTS, Comparison, Deviation, Growth, Memory, layers_of
+from swarm.honesty.comparison import LEAST_ELEMENTS, MEAN_GRADIENTS, Comparison, Deviation, Growth, Memory, layers_of
 from swarm.honesty.suspects import Suspects
 from swarm.training.round_member import Contribution
 from swarm.training.samples import Amount
@@ -61,17 +61,19 @@ class Newcomers:
 
 
 class Scrutiny:
-    """What a member remembers of the others from one exchange to the next, under one configuration."""
+    """What a member remembers of the others from one exchange to the next.
+
+    Attributes:
+        suspects: what follows from it.
+    """
 
     def __init__(
-        self, own_id: str, codec: Codec, suspects: Suspects, disproved: Callable[[], Mapping[str, str]],
-        growth: Growth, newcomers: Newcomers | None = None,
+        self, own_id: str, *, growth: Growth = MEAN_GRADIENTS, disproved: Callable[[], Mapping[str, str]] = dict,
+        newcomers: Newcomers | None = None,
     ) -> None:  # fmt: skip
-        """`codec` and `growth` are those of the contributions. `disproved`: see RoundMember. Without `newcomers` nobody
-        is one."""
+        """`growth` is that of the contributions. `disproved`: see RoundMember. Without `newcomers` nobody is one."""
+        self.suspects = Suspects()
         self._own_id = own_id
-        self._codec = codec
-        self._suspects = suspects
         self._disproved = disproved
         self._growth = growth
         self._newcomers = newcomers
@@ -83,8 +85,9 @@ class Scrutiny:
         """The same of an exchange that is not committed yet; None if that has not come to its sums. Where somebody's
         lie ends an exchange, that lie has made its sums odd, and not their owners."""
 
-    def comparing(self, own: Contribution, shares: Shares, *, gathers: bool) -> Compare:
-        """What finds the deviations among the contributions to an exchange, in which this member gives `own`."""
+    def comparing(self, own: Contribution, shares: Shares, codec: Codec, *, gathers: bool) -> Compare:
+        """What finds the deviations among the contributions to an exchange, in which this member gives `own`. `codec`
+        is that of the contributions, here and below."""
         memory = self._memories.setdefault(own.fragment, Memory(np.random.default_rng()))
         memory.begin(shares.num_elements)
         self._new_odd_sums = None
@@ -92,7 +95,7 @@ class Scrutiny:
         comparison = Comparison(
             amounts={share.peer_id: share.counts.num_targets or share.counts.num_samples for share in shares.senders},
             part=part,
-            layers=layers_of(buffers.places(own.tensors, is_tiled=self._codec.tile == buffers.TILE)),
+            layers=layers_of(buffers.places(own.tensors, is_tiled=codec.tile == buffers.TILE)),
             memory=memory,
             growth=self._growth,
             newcomers=self._newcomers.among([share.peer_id for share in shares.senders]) if self._newcomers else (),
@@ -101,7 +104,7 @@ class Scrutiny:
             return lambda parts, stated: comparison.deviations(parts)
         found = self._disproved().items()
         told = tuple(Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True) for peer, why in found)
-        sketched, tolerance = self._sketched(own), self._codec.sketch_tolerance
+        sketched, tolerance = _sketched(own, codec), codec.sketch_tolerance
 
         def faults(peer: str, part_P: torch.Tensor, stated: Stated) -> Iterator[Deviation]:
             if sketched is not None and peer != self._own_id:
@@ -118,26 +121,24 @@ class Scrutiny:
 
         return compare
 
-    def stated(self, own: Contribution, shares: Shares) -> Mapping[str, Stated]:
+    def stated(self, own: Contribution, shares: Shares, codec: Codec) -> Mapping[str, Stated]:
         """What this member states of its contribution, to the owner of each part."""
-        sketched = self._sketched(own)
+        sketched = _sketched(own, codec)
         if sketched is None or not sketched.own:
             return {}
         return {owner: sketched.stated(part) for owner, part in shares.part_of.items()}
 
-    def _sketched(self, own: Contribution) -> Sketched | None:
-        """What ties a contribution to answers; None if that is not known, or the codec drops too much."""
-        return own.sketched if self._codec.sketch_tolerance else None
-
-    async def look_at_sums(self, own_D: torch.Tensor | None, average: Average, shares: Shares) -> None:
+    async def look_at_sums(self, own_D: torch.Tensor | None, average: Average, shares: Shares, codec: Codec) -> None:
         """Note which owners' sums seem to be without what this member gave. It says so in the next exchanges, once this
         one is committed. `own_D` is None where that was its group's average."""
-        self._new_odd_sums = await asyncio.to_thread(self._found_odd, own_D, average, shares)
+        self._new_odd_sums = await asyncio.to_thread(self._found_odd, own_D, average, shares, codec)
 
-    def _found_odd(self, own_D: torch.Tensor | None, average: Average, shares: Shares) -> Sequence[Deviation]:
+    def _found_odd(
+        self, own_D: torch.Tensor | None, average: Average, shares: Shares, codec: Codec
+    ) -> Sequence[Deviation]:
         own = shares.of(self._own_id)
         before = [each for each in self._odd_sums if each.peer_id not in shares.part_of]
-        if own_D is None or not self._codec.sketch_tolerance or not own.contributes:
+        if own_D is None or not codec.sketch_tolerance or not own.contributes:
             return before
         found = odd_sums(own_D, average.vector_D, shares.part_of, own.weight)
         return [*before, *(each for each in found if each.peer_id != self._own_id)]
@@ -148,15 +149,15 @@ class Scrutiny:
         """Raise MemberFailed if owners find a member's contribution out of line again and again."""
         whole = slice(0, shares.num_elements)
         of_members = dict.fromkeys(shares.part_of, whole) if gathers else shares.part_of
-        named_before = {peer for peer in of_members if self._suspects.is_named(peer)}
-        found = self._suspects.judge(round_number, average.deviations, of_members)
+        named_before = {peer for peer in of_members if self.suspects.is_named(peer)}
+        found = self.suspects.judge(round_number, average.deviations, of_members)
         # A member that gives nothing does no harm, and without it parts would have to be exchanged again.
         leaving = [each for each in found if shares.of(each.peer_id).contributes]
         for each in found:
-            is_named = self._suspects.is_named(each.peer_id)
+            is_named = self.suspects.is_named(each.peer_id)
             is_new = is_named and each.peer_id not in named_before
             if each in leaving or is_new:
-                evidence = self._suspects.evidence(each.peer_id) if is_new else ()
+                evidence = self.suspects.evidence(each.peer_id) if is_new else ()
                 events.write(
                     OutOfLine(
                         round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named,
@@ -173,6 +174,11 @@ class Scrutiny:
             self._odd_sums, self._new_odd_sums = self._new_odd_sums, None
         if fragment in self._memories:
             self._memories[fragment].committed()
+
+
+def _sketched(own: Contribution, codec: Codec) -> Sketched | None:
+    """What ties a contribution to answers; None if that is not known, or the codec drops too much."""
+    return own.sketched if codec.sketch_tolerance else None
 
 
 def odd_sums(
