@@ -21,6 +21,7 @@ from swarm.rpc.wire import GRADIENT
 from swarm.training.samples import Microbatch
 from swarm.training.sketches import LONGEST_STATEMENT
 from swarm.types import Block, PeerId, PeerRecord, PeerState
+from tests.support.virtual_time import in_virtual_time
 
 BLOCK = Block(1)
 CHECKED = PeerId("0" * 40)
@@ -67,36 +68,41 @@ async def _checked(
         checks.acknowledged(
             Microbatch(index=index, round=round_number, num_samples=1), {"tokens": torch.zeros(1)}, reply, None
         )
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0)
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
     return CHECKED in router.banned(BLOCK), asked
 
 
+@in_virtual_time
 async def test_with_diloco_several_answers_have_to_be_found_wrong() -> None:
     assert await _checked([WRONG] * (LEAST_ANSWERS - 1)) == (False, [0, 0, 0, 1, 1, 1])
     is_left_alone, _ = await _checked([WRONG] * LEAST_ANSWERS)
     assert is_left_alone
 
 
+@in_virtual_time
 async def test_an_answer_that_is_found_right_takes_one_back() -> None:
     assert not (await _checked([WRONG, WRONG, RIGHT, WRONG]))[0]
     assert (await _checked([WRONG, WRONG, RIGHT, WRONG, WRONG]))[0]
 
 
+@in_virtual_time
 async def test_after_a_wrong_answer_the_next_one_is_checked() -> None:
     drawn = (0.0, 0.0, 0.5)
     assert (await _checked([RIGHT, RIGHT, RIGHT], share=0.1, drawn=drawn))[1] == [0, 1]
     assert (await _checked([RIGHT, WRONG, RIGHT], share=0.1, drawn=drawn))[1] == [0, 1, 1, 1, 2]
 
 
+@in_virtual_time
 async def test_of_answers_from_the_anchor_one_is_enough_in_any_round_and_among_three() -> None:
     assert await _checked([WRONG], anchored=[0], num_peers=3, round_number=0) == (True, [0, 0])
     assert await _checked([WRONG], num_peers=3, round_number=0) == (False, [])
     assert await _checked([WRONG], round_number=0) == (False, [])
 
 
+@in_virtual_time
 async def test_an_answer_from_the_anchor_stands_for_those_since_the_last_one() -> None:
     # The first ones are checked more often, of either kind.
     drawn = (0.0, 0.12, 1.0, 1.0, 1.0, 0.35, 0.2)
@@ -106,10 +112,12 @@ async def test_an_answer_from_the_anchor_stands_for_those_since_the_last_one() -
     assert (await _checked([RIGHT] * 7, share=0.2, drawn=drawn, anchored=[3]))[1] == [0, 1, 2, 3, 6]
 
 
+@in_virtual_time
 async def test_where_nobody_could_know_what_is_usual_nobody_is_asked() -> None:
     assert await _checked([WRONG] * LEAST_ANSWERS, num_peers=3) == (False, [])
 
 
+@in_virtual_time
 async def test_an_answer_with_a_gradient_much_longer_than_others_is_checked_always() -> None:
     drawn = [0.0] + [1.0] * 24
     assert (await _checked([RIGHT] * 25, share=0.1, drawn=drawn, norms={20: 4.0, 22: 6.0}))[1] == [0, 22]
@@ -117,6 +125,7 @@ async def test_an_answer_with_a_gradient_much_longer_than_others_is_checked_alwa
     assert (await _checked([RIGHT] * 9, share=0.1, drawn=drawn, norms={8: 6.0}))[1] == [0]
 
 
+@in_virtual_time
 async def test_a_peer_that_shows_most_others_nothing_is_left_alone_after_two_checks() -> None:
     assert await _checked([UNSHOWN]) == (False, [0, 0, 0])
     assert await _checked([UNSHOWN, UNSHOWN]) == (True, [0, 0, 0, 1, 1, 1])
@@ -124,6 +133,7 @@ async def test_a_peer_that_shows_most_others_nothing_is_left_alone_after_two_che
     assert not (await _checked([UNSHOWN, *[RIGHT] * 16, UNSHOWN]))[0]
 
 
+@in_virtual_time
 async def test_two_that_say_they_are_shown_nothing_are_outvoted() -> None:
     verdicts = (UNSHOWN, UNSHOWN, RIGHT, RIGHT, RIGHT)
     assert await _checked([verdicts] * 4, num_peers=6) == (False, [number for number in range(4) for _ in range(5)])
