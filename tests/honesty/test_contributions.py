@@ -85,14 +85,13 @@ LIES: dict[str, Callable[[Tensors, Tensors], Tensors]] = {
 }
 
 
-async def _name_liar(swarm: WholeSwarm, let_lie: Callable[[WholePeer], None], num_rounds: int = 2) -> None:
-    """Let a peer of the last stage lie from round 1 on, and see that it is named after so many rounds, and nobody
-    else."""
+async def _name_liar(swarm: WholeSwarm, let_lie: Callable[[WholePeer], None]) -> None:
+    """Let a peer of the last stage lie from round 1 on, and see that it is named after two rounds, and nobody else."""
     liar, *honest = [peer for peer in swarm.peers if peer.stage == 2]
     let_lie(liar)
     await swarm.train(1)
     assert _named(honest) == set()
-    await swarm.train(num_rounds, first=1)
+    await swarm.train(2, first=1)
     assert _named(honest) == {liar.peer_id}
     assert {event.peer for event in _accused(swarm)} == {liar.peer_id}
     assert audit(swarm.logs).findings.violations == []
@@ -124,10 +123,10 @@ async def test_who_contributes_another_microbatchs_gradients_is_named(tmp_path: 
 
 @pytest.mark.slow
 async def test_who_states_sketches_to_fit_has_signed_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # These rounds are so short that many statements come to the other members after the exchange of their round.
+    # What gathers is passed on to one member, and these rounds are so short that all of it would gather once.
     monkeypatch.setattr(spot_checks, "GATHER_SECONDS", 0.0)
-    async with whole_swarm(_config(64), tmp_path / "events", num_peers=(1, 1, 4)) as swarm:
-        await _name_liar(swarm, lambda liar: _contribute(liar, LIES["flipped"], states_to_fit=torch.neg), num_rounds=6)
+    async with whole_swarm(_config(512), tmp_path / "events", num_peers=(1, 1, 4)) as swarm:
+        await _name_liar(swarm, lambda liar: _contribute(liar, LIES["flipped"], states_to_fit=torch.neg))
 
 
 # -- honest members ----------------------------------------------------------------------------------------------------
