@@ -217,9 +217,12 @@ class OwnRound:
         self._group = place.group
         self._member = member
         config = place.timeline.at(place.standing.round)
+        is_synchronous = config.rounds.synchronous  # Then all members' optimizers have the same past.
         scrutiny = Scrutiny(
-            context.own_id, growth=growth_of(is_synchronous=config.rounds.synchronous), disproved=member.disproved,
-            newcomers=Newcomers(round_number=lambda: place.standing.round, starts=context.starts),
+            context.own_id, growth=growth_of(is_synchronous=is_synchronous), disproved=member.disproved,
+            newcomers=None
+            if is_synchronous
+            else Newcomers(round_number=lambda: place.standing.round, starts=context.starts),
         )  # fmt: skip
         self.exchanges = Exchanges(config.averaging, context.own_id, scrutiny)
         self._closing: Closing | None = None

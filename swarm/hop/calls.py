@@ -36,8 +36,6 @@ from swarm.types import LARGEST_COUNT, LARGEST_STAGE, LONGEST_REASON, PeerId, Pe
 
 EncodingsIn = Callable[[int], Mapping[str, str]]
 """The encodings of a round's activations and gradients, by their names."""
-
-
 MOST_CREDITS = 4096
 """The most peers whose credit is remembered. Of further ones some are forgotten: without one a peer is asked first."""
 
